@@ -1,0 +1,236 @@
+"""Settings of the engine: frozen dataclasses, and how YAML files and ``--set`` flags become them.
+
+Sources, later ones win: the defaults here, one preset or YAML file (``--config``), ``--set section.field=value``.
+An unknown key is an error that suggests the nearest known one. A class is given the section that it needs, never the whole.
+What the checkpoint says (:mod:`glm5ray.model_config`) and what the machine allows (:class:`glm5ray.protocol.Capacity`) are other types.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import types
+from dataclasses import dataclass, field
+from importlib import resources
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, Union, get_args, get_origin, get_type_hints
+
+import yaml
+
+from glm5ray.errors import ConfigError, nearest
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+Auto = Literal["auto"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelSection:
+    """Which weights, and how they are held."""
+
+    path: str = "nano"
+    """Checkpoint folder, or the name of a model inside the package (``nano``)."""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Type of activations and unquantised weights; auto: float32 on a CPU, the checkpoint's on a GPU."""
+    load_format: Literal["safetensors", "dummy"] = "safetensors"
+    """dummy: random weights of the right shapes, for benchmarks."""
+    norm_eps: Literal["checkpoint", "huggingface"] = "checkpoint"
+    """Epsilon of the two latent norms in MLA: the checkpoint's rms_norm_eps, as vLLM and SGLang do, or 1e-6 as transformers does."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """auto: cuda if there is one."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ParallelSection:
+    """How the work is split over ranks."""
+
+    tp_size: int = 1
+    """Ranks that split heads, vocabulary and expert columns."""
+    ep_size: int = 1
+    """Ranks that hold whole experts each."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CacheSection:
+    """The KV cache."""
+
+    page_size: int = 64
+    """Tokens per page."""
+    num_pages: int | Auto = "auto"
+    """auto: as many as memory_fraction of the device (cpu_memory_gib on a CPU) leaves after the weights."""
+    memory_fraction: float = 0.90
+    """Share of a GPU's memory for weights, workspaces and pages."""
+    cpu_memory_gib: float = 1.0
+    """Memory for pages on a CPU, in GiB."""
+    prefix_caching: bool = True
+    """Reuse the pages of prompts that begin alike."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SchedulerSection:
+    """Limits of a step and the order of waiting requests."""
+
+    max_num_seqs: int = 2048
+    """Most sequences that run at once."""
+    max_num_batched_tokens: int = 4096
+    """Most tokens in one step; longer prompts are computed in chunks."""
+    max_model_len: int | Auto = "auto"
+    """Most tokens of one sequence; auto: what the model allows and the pages can hold."""
+    policy: Literal["fcfs", "priority"] = "fcfs"
+    """Order of waiting requests: first come first served, or by priority with ageing."""
+    max_skips: int = 16
+    """How many later requests may pass a waiting one that does not fit yet, before all wait for it."""
+    max_logprobs: int = 20
+    """Most log-probabilities that a request may ask for at a position."""
+    overlap: bool = True
+    """Schedule the next step while one runs."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EngineConfig:
+    """All settings of one engine."""
+
+    model: ModelSection = field(default_factory=ModelSection)
+    parallel: ParallelSection = field(default_factory=ParallelSection)
+    cache: CacheSection = field(default_factory=CacheSection)
+    scheduler: SchedulerSection = field(default_factory=SchedulerSection)
+    kernels: dict[str, str] = field(default_factory=dict)
+    """Op -> provider (``mla_attention: reference``), or ``default`` -> provider for all that it can serve."""
+
+    def __post_init__(self) -> None:
+        _check_ranges(self)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, for logs and reports."""
+        return dataclasses.asdict(self)
+
+
+def load_config(source: str | Path | None = None, overrides: Iterable[str] = ()) -> EngineConfig:
+    """The engine's settings from a preset's name or a YAML file, and ``section.field=value`` strings.
+
+    Raises :class:`ConfigError` with the field, the value and the remedy.
+    """
+    values: dict[str, Any] = {}
+    if source is not None:
+        values = _read_yaml(source)
+    for override in overrides:
+        _apply_override(values, override)
+    return config_from_dict(values)
+
+
+def config_from_dict(values: Mapping[str, Any]) -> EngineConfig:
+    """``{"cache": {"page_size": 16}}`` -> :class:`EngineConfig`; absent fields keep their defaults."""
+    return _build(EngineConfig, values, "")
+
+
+def preset_names() -> list[str]:
+    """Presets inside the package, each named for its hardware."""
+    folder = resources.files("glm5ray") / "presets"
+    return sorted(entry.name.removesuffix(".yaml") for entry in folder.iterdir() if entry.name.endswith(".yaml"))
+
+
+def field_names() -> list[str]:
+    """Every ``section.field`` that can be set."""
+    names = []
+    for section in dataclasses.fields(EngineConfig):
+        kind = get_type_hints(EngineConfig)[section.name]
+        if dataclasses.is_dataclass(kind):
+            names += [f"{section.name}.{f.name}" for f in dataclasses.fields(kind)]
+        else:
+            names.append(section.name)
+    return names
+
+
+def _read_yaml(source: str | Path) -> dict[str, Any]:
+    path = Path(source)
+    if not path.suffix and not path.exists():
+        preset = resources.files("glm5ray") / "presets" / f"{source}.yaml"
+        if not preset.is_file():
+            raise ConfigError(f"no preset is called {str(source)!r}{nearest(str(source), preset_names())}")
+        text = preset.read_text("utf-8")
+    else:
+        try:
+            text = path.read_text("utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"cannot read the config file {path}: {error}") from error
+    try:
+        values = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{source} is not valid YAML: {error}") from error
+    if values is None:
+        return {}
+    if not isinstance(values, dict):
+        raise ConfigError(f"{source} holds a {type(values).__name__}; it must be a mapping of sections")
+    return values
+
+
+def _apply_override(values: dict[str, Any], override: str) -> None:
+    name, equals, text = override.partition("=")
+    path = name.strip().split(".")
+    if not equals or not all(path):
+        raise ConfigError(f"--set {override!r} is not of the form section.field=value, as in cache.page_size=64")
+    target = values
+    for part in path[:-1]:
+        target = target.setdefault(part, {})
+        if not isinstance(target, dict):
+            raise ConfigError(f"--set {override!r}: {part} is no section")
+    try:
+        target[path[-1]] = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"--set {override!r}: the value is not valid YAML: {error}") from error
+
+
+def _build(kind: Any, values: Any, where: str) -> Any:
+    if not isinstance(values, dict | types.MappingProxyType):
+        raise ConfigError(f"{where.rstrip('.') or 'the config'} is {values!r}; it must be a mapping of its fields")
+    hints = get_type_hints(kind)
+    built = {}
+    for key, value in values.items():
+        if key not in hints:
+            hint = nearest(f"{where}{key}", field_names()) if where else nearest(str(key), [*hints, *field_names()])
+            raise ConfigError(f"unknown setting {where}{key}{hint}")
+        built[key] = _convert(hints[key], value, f"{where}{key}")
+    return kind(**built)
+
+
+def _convert(hint: Any, value: Any, name: str) -> Any:
+    if dataclasses.is_dataclass(hint):
+        return _build(hint, value if value is not None else {}, f"{name}.")
+    if get_origin(hint) is dict:
+        if not isinstance(value, dict) or not all(isinstance(x, str) for pair in value.items() for x in pair):
+            raise ConfigError(f"{name} is {value!r}; it must map op names to provider names")
+        return dict(value)
+    choices: list[str] = []
+    for option in get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,):
+        if get_origin(option) is Literal:
+            if value in get_args(option):
+                return value
+            choices += [repr(x) for x in get_args(option)]
+        elif option is float and isinstance(value, int | float) and not isinstance(value, bool):
+            return float(value)
+        elif isinstance(value, option) and not (option is int and isinstance(value, bool)):
+            return value
+        else:
+            choices.append({"int": "a whole number", "float": "a number", "bool": "true or false", "str": "a text"}[option.__name__])
+    raise ConfigError(f"{name} is {value!r}; it must be {' or '.join(choices)}")
+
+
+def _check_ranges(config: EngineConfig) -> None:
+    positive = {
+        "parallel.tp_size": config.parallel.tp_size,
+        "parallel.ep_size": config.parallel.ep_size,
+        "cache.page_size": config.cache.page_size,
+        "cache.num_pages": config.cache.num_pages,
+        "cache.cpu_memory_gib": config.cache.cpu_memory_gib,
+        "scheduler.max_num_seqs": config.scheduler.max_num_seqs,
+        "scheduler.max_num_batched_tokens": config.scheduler.max_num_batched_tokens,
+        "scheduler.max_model_len": config.scheduler.max_model_len,
+    }
+    for name, value in positive.items():
+        if value != "auto" and not value > 0:
+            raise ConfigError(f"{name} is {value}; it must be above 0")
+    if not 0.0 < config.cache.memory_fraction <= 1.0:
+        raise ConfigError(f"cache.memory_fraction is {config.cache.memory_fraction}; it must be above 0 and at most 1")
+    for name in ("max_skips", "max_logprobs"):
+        if getattr(config.scheduler, name) < 0:
+            raise ConfigError(f"scheduler.{name} is {getattr(config.scheduler, name)}; it must be 0 or more")

@@ -1,0 +1,421 @@
+"""Everything that crosses a process, as frozen dataclasses, and its wire format.
+
+A request goes in as :class:`GenerateRequest`; the scheduler answers each iteration of the engine with a
+:class:`StepInput`, the same bytes for every worker; rank 0 answers with a :class:`StepOutput`; the client gets
+:class:`TokenEvent`.
+
+The two messages of each step are kept in *columns* (one list of integers per field) instead of one object per sequence:
+with 1,024 sequences, making an object each costs more than scheduling them, and flat columns
+travel as raw bytes (``array``), which is some eighty times cheaper than nested msgpack.
+"""
+
+from __future__ import annotations
+
+from array import array
+from dataclasses import dataclass, field, fields
+from enum import StrEnum
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import msgpack
+
+from glm5ray.errors import RequestError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+PROTOCOL_VERSION = 1
+"""Raised with every change of a message; peers of another version are refused."""
+
+MAX_SEED = 2**63 - 1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SamplingParams:
+    """How the tokens of one request are chosen, and when it ends. The meanings are those of vLLM and OpenAI."""
+
+    max_tokens: int | None = None
+    """Most new tokens; ``None``: until the model's limit. 0: none, only the prompt is scored."""
+    min_tokens: int = 0
+    """No end-of-sequence token and no ``stop_token_ids`` before this many new tokens."""
+    n: int = 1
+    """Independent answers to one prompt."""
+    temperature: float = 1.0
+    """0: greedy; ties go to the lower token id."""
+    top_k: int = 0
+    """Keep the k most probable tokens; 0 or -1: all."""
+    top_p: float = 1.0
+    """Keep the smallest set of most probable tokens whose probability reaches this."""
+    min_p: float = 0.0
+    """Keep tokens at least this probable, relative to the most probable one."""
+    repetition_penalty: float = 1.0
+    """Divides positive (multiplies negative) logits of tokens in the prompt or the output."""
+    presence_penalty: float = 0.0
+    """Subtracted from the logit of each token already in the output."""
+    frequency_penalty: float = 0.0
+    """Subtracted from the logit of a token once for each time it stands in the output."""
+    logit_bias: dict[int, float] = field(default_factory=dict)
+    """Token id -> number added to its logit, -100 to 100."""
+    allowed_token_ids: tuple[int, ...] | None = None
+    """Only these tokens may be chosen; ``None``: all."""
+    seed: int | None = None
+    """Same seed, same tokens, whatever else runs beside; ``None``: drawn when the request is submitted."""
+    stop: tuple[str, ...] = ()
+    """Strings that end the text; the text ends before them."""
+    stop_token_ids: tuple[int, ...] = ()
+    """Tokens that end the output, beside the model's own end-of-sequence tokens."""
+    ignore_eos: bool = False
+    """Go on after the model's end-of-sequence tokens."""
+    include_stop_str_in_output: bool = False
+    """Keep the stop string that ended the text."""
+    logprobs: int | None = None
+    """Log-probability of each new token and of this many most probable ones; 0: of the new token alone."""
+    prompt_logprobs: int | None = None
+    """The same for the tokens of the prompt (the first has none)."""
+
+    def validate(self, *, vocab_size: int, max_logprobs: int = 20) -> None:
+        """Raises :class:`RequestError` with the field (``param``) that is out of range."""
+        for name in ("max_tokens", "min_tokens", "n", "top_k", "seed", "logprobs", "prompt_logprobs"):
+            _require_int(name, getattr(self, name), optional=name in _OPTIONAL_INTS)
+        for name, low, high in _RANGES:
+            value = getattr(self, name)
+            if value is None:
+                continue
+            if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
+                bounds = f"at least {low:g}" if high == float("inf") else f"from {low:g} to {high:g}"
+                raise RequestError(f"{name} is {value!r}; it must be a number {bounds}.", param=name)
+        if not 0.0 < self.top_p <= 1.0:
+            raise RequestError(f"top_p is {self.top_p}; it must be above 0 and at most 1.", param="top_p")
+        if self.repetition_penalty <= 0.0:
+            raise RequestError(
+                f"repetition_penalty is {self.repetition_penalty}; it must be above 0 (1 means none).",
+                param="repetition_penalty",
+            )
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise RequestError(
+                f"min_tokens is {self.min_tokens}, more than max_tokens, {self.max_tokens}; lower one or raise the other.",
+                param="min_tokens",
+            )
+        for name in ("logprobs", "prompt_logprobs"):
+            value = getattr(self, name)
+            if value is not None and value > max_logprobs:
+                raise RequestError(f"{name} is {value}; this engine returns at most {max_logprobs}.", param=name)
+        self._validate_tokens(vocab_size)
+        if any(not text for text in self.stop):
+            raise RequestError("stop has an empty string; leave it out.", param="stop")
+
+    def _validate_tokens(self, vocab_size: int) -> None:
+        check_token_ids("stop_token_ids", self.stop_token_ids, vocab_size)
+        check_token_ids("logit_bias", self.logit_bias, vocab_size)
+        for token_id, bias in self.logit_bias.items():
+            if isinstance(bias, bool) or not isinstance(bias, int | float) or not -100.0 <= bias <= 100.0:
+                raise RequestError(
+                    f"logit_bias of token {token_id} is {bias!r}; it must be a number from -100 to 100.",
+                    param="logit_bias",
+                )
+        if self.allowed_token_ids is not None:
+            if not self.allowed_token_ids:
+                raise RequestError(
+                    "allowed_token_ids is empty, so no token could follow; leave it out or name at least one.",
+                    param="allowed_token_ids",
+                )
+            check_token_ids("allowed_token_ids", self.allowed_token_ids, vocab_size)
+
+
+_INF = float("inf")
+_OPTIONAL_INTS = {"max_tokens", "seed", "logprobs", "prompt_logprobs"}
+_RANGES = (
+    ("max_tokens", 0, _INF),
+    ("min_tokens", 0, _INF),
+    ("n", 1, 128),
+    ("top_k", -1, _INF),
+    ("seed", -MAX_SEED - 1, MAX_SEED),
+    ("logprobs", 0, _INF),
+    ("prompt_logprobs", 0, _INF),
+    ("temperature", 0.0, 2.0),
+    ("top_p", 0.0, 1.0),
+    ("min_p", 0.0, 1.0),
+    ("repetition_penalty", 0.0, 10.0),
+    ("presence_penalty", -2.0, 2.0),
+    ("frequency_penalty", -2.0, 2.0),
+)
+
+
+def _require_int(name: str, value: object, *, optional: bool) -> None:
+    if value is None and optional:
+        return
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise RequestError(f"{name} is {value!r}; it must be a whole number.", param=name)
+
+
+def check_token_ids(param: str, token_ids: Any, vocab_size: int) -> None:
+    """Raises :class:`RequestError` for the first of ``token_ids`` that is no integer in ``[0, vocab_size)``."""
+    for token_id in token_ids:
+        if isinstance(token_id, bool) or not isinstance(token_id, int) or not 0 <= token_id < vocab_size:
+            raise RequestError(
+                f"{param} has the token id {token_id!r}; this model's ids are whole numbers from 0 to {vocab_size - 1}.",
+                param=param,
+            )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GenerateRequest:
+    """What a client asked. Immutable."""
+
+    request_id: str
+    prompt_token_ids: tuple[int, ...]
+    sampling: SamplingParams = field(default_factory=SamplingParams)
+    priority: int = 0
+    """Lower runs earlier (only under ``policy: priority``); waiting makes a request age towards the front."""
+
+
+class FinishReason(StrEnum):
+    """Why a sequence ended; the values are OpenAI's where it has one."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+    ERROR = "error"
+
+
+class TokenLogprobs(NamedTuple):
+    """Log-probabilities at one position, natural logarithm, of the distribution before temperature and filters."""
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...]
+    """(token id, log-probability), most probable first; as many as were asked for."""
+    rank: int = 0
+    """1 for the most probable token of the vocabulary."""
+
+
+class TokenEvent(NamedTuple):
+    """News of one sequence: new tokens, or its end, or both."""
+
+    request_id: str
+    index: int
+    """Which of the request's ``n`` answers."""
+    token_ids: tuple[int, ...] = ()
+    finish_reason: FinishReason | None = None
+    stop_token_id: int | None = None
+    """The token that ended it, which is not among ``token_ids`` when the reason is ``stop``."""
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+    """Sent once, with the first event: positions 1 to the end of the prompt."""
+    num_cached_tokens: int = 0
+    """Prompt tokens whose KV came from the prefix cache; sent with the first event."""
+    error: str | None = None
+    error_code: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NewSequence:
+    """A sequence that the workers do not know yet (or no longer: preempted ones come back as new)."""
+
+    seq_id: int
+    request_id: str
+    index: int
+    token_ids: tuple[int, ...]
+    """All tokens so far: the prompt, and after a preemption what was generated."""
+    num_prompt_tokens: int
+    sampling: SamplingParams
+    pages: tuple[int, ...]
+    """Pages in order of position; the first of them may hold a prefix found in the cache."""
+
+
+class SequenceSlice(NamedTuple):
+    """The tokens of one sequence in one step; a decode is a slice of one."""
+
+    seq_id: int
+    start: int
+    num_tokens: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepInput:
+    """One iteration of the engine, the same for every worker.
+
+    Columns ``seq_ids``, ``starts`` and ``num_tokens`` have one entry per slice. A slice that reaches the last token of
+    its sequence samples the next one; with the overlapped loop that last token may itself be the sample of the step before,
+    which only the worker knows yet.
+    """
+
+    epoch: int
+    """Incarnation of the workers; messages of another epoch are refused."""
+    step_id: int
+    """Grows by one; a gap is an error."""
+    seq_ids: list[int]
+    starts: list[int]
+    """Position of the slice's first token."""
+    num_tokens: list[int]
+    """Tokens of the slice, at least one."""
+    new_sequences: tuple[NewSequence, ...] = ()
+    new_pages: dict[int, list[int]] = field(default_factory=dict)
+    """seq_id -> pages that now follow its others."""
+    dropped: list[int] = field(default_factory=list)
+    """Sequences to forget, before anything else in this step: finished, aborted or preempted."""
+
+    def slices(self) -> Iterator[SequenceSlice]:
+        """The columns, row by row."""
+        return map(SequenceSlice, self.seq_ids, self.starts, self.num_tokens)
+
+    @property
+    def total_tokens(self) -> int:
+        return sum(self.num_tokens)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepOutput:
+    """What a step sampled. ``seq_ids`` and ``token_ids`` are columns: the sequences whose slice ended their known tokens."""
+
+    epoch: int
+    step_id: int
+    seq_ids: list[int]
+    token_ids: list[int]
+    logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)
+    """seq_id -> of the sampled token, for the sequences that asked."""
+    prompt_logprobs: dict[int, tuple[TokenLogprobs, ...]] = field(default_factory=dict)
+    """seq_id -> of the prompt tokens that this step's slice scored, in order of position."""
+    failed: dict[int, str] = field(default_factory=dict)
+    """seq_id -> what went wrong with this sequence alone (its token in ``token_ids`` means nothing)."""
+    duration_s: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Capacity:
+    """What the workers can hold, decided after the weights are loaded. Admission, ``/v1/models`` and the scheduler
+    all read this one object."""
+
+    num_pages: int
+    page_size: int
+    """Tokens per page."""
+    max_model_len: int
+    """Most tokens (prompt and output) of one sequence."""
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]
+
+
+# --- wire format --------------------------------------------------------------------------------------------------------
+
+
+def encode_step(step: StepInput) -> bytes:
+    """Columns as raw little-endian int64, the rest as msgpack."""
+    head = [PROTOCOL_VERSION, step.epoch, step.step_id, [_plain(seq) for seq in step.new_sequences]]
+    pages = [[seq_id, len(new)] for seq_id, new in step.new_pages.items()]
+    flat_pages = [page for new in step.new_pages.values() for page in new]
+    columns = [_column(c) for c in (step.seq_ids, step.starts, step.num_tokens, step.dropped, flat_pages)]
+    return msgpack.packb([head, pages, columns])
+
+
+def decode_step(data: bytes) -> StepInput:
+    """Raises ``ValueError`` for a message of another version."""
+    head, pages, columns = msgpack.unpackb(data, strict_map_key=False)
+    version, epoch, step_id, new = head
+    _check_version(version)
+    seq_ids, starts, num_tokens, dropped, flat_pages = (_uncolumn(c) for c in columns)
+    new_pages: dict[int, list[int]] = {}
+    offset = 0
+    for seq_id, count in pages:
+        new_pages[seq_id] = flat_pages[offset : offset + count]
+        offset += count
+    return StepInput(
+        epoch=epoch,
+        step_id=step_id,
+        seq_ids=seq_ids,
+        starts=starts,
+        num_tokens=num_tokens,
+        new_sequences=tuple(_new_sequence(values) for values in new),
+        new_pages=new_pages,
+        dropped=dropped,
+    )
+
+
+def encode_output(output: StepOutput) -> bytes:
+    """The answer of rank 0."""
+    rest = [output.logprobs, output.prompt_logprobs, output.failed, output.duration_s]
+    head = [PROTOCOL_VERSION, output.epoch, output.step_id]
+    return msgpack.packb([head, [_column(output.seq_ids), _column(output.token_ids)], rest])
+
+
+def decode_output(data: bytes) -> StepOutput:
+    """Raises ``ValueError`` for a message of another version."""
+    (version, epoch, step_id), (seq_ids, token_ids), rest = msgpack.unpackb(data, strict_map_key=False)
+    _check_version(version)
+    logprobs, prompt_logprobs, failed, duration_s = rest
+    return StepOutput(
+        epoch=epoch,
+        step_id=step_id,
+        seq_ids=_uncolumn(seq_ids),
+        token_ids=_uncolumn(token_ids),
+        logprobs={seq_id: _token_logprobs(values) for seq_id, values in logprobs.items()},
+        prompt_logprobs={s: tuple(_token_logprobs(v) for v in values) for s, values in prompt_logprobs.items()},
+        failed=failed,
+        duration_s=duration_s,
+    )
+
+
+def encode_request(request: GenerateRequest) -> bytes:
+    """For a queue or a file; see :func:`decode_request`."""
+    return msgpack.packb([PROTOCOL_VERSION, _plain(request)])
+
+
+def decode_request(data: bytes) -> GenerateRequest:
+    """Raises ``ValueError`` for a message of another version."""
+    version, values = msgpack.unpackb(data, strict_map_key=False)
+    _check_version(version)
+    request_id, prompt, sampling, priority = values
+    return GenerateRequest(
+        request_id=request_id,
+        prompt_token_ids=tuple(prompt),
+        sampling=_sampling(sampling),
+        priority=priority,
+    )
+
+
+def _check_version(version: int) -> None:
+    if version != PROTOCOL_VERSION:
+        raise ValueError(f"a message of protocol version {version}, this process speaks {PROTOCOL_VERSION}")
+
+
+def _plain(message: Any) -> list[Any]:
+    """A dataclass as the list of its values, in field order; nested ones too."""
+    values = []
+    for f in fields(message):
+        value = getattr(message, f.name)
+        values.append(_plain(value) if hasattr(value, "__dataclass_fields__") else value)
+    return values
+
+
+def _sampling(values: list[Any]) -> SamplingParams:
+    named = dict(zip((f.name for f in fields(SamplingParams)), values, strict=True))
+    for name in ("stop", "stop_token_ids", "allowed_token_ids"):
+        if named[name] is not None:
+            named[name] = tuple(named[name])
+    return SamplingParams(**named)
+
+
+def _new_sequence(values: list[Any]) -> NewSequence:
+    seq_id, request_id, index, token_ids, num_prompt_tokens, sampling, pages = values
+    return NewSequence(
+        seq_id=seq_id,
+        request_id=request_id,
+        index=index,
+        token_ids=tuple(token_ids),
+        num_prompt_tokens=num_prompt_tokens,
+        sampling=_sampling(sampling),
+        pages=tuple(pages),
+    )
+
+
+def _token_logprobs(values: list[Any]) -> TokenLogprobs:
+    token_id, logprob, top, rank = values
+    return TokenLogprobs(token_id, logprob, tuple((t, lp) for t, lp in top), rank)
+
+
+def _column(values: list[int]) -> bytes:
+    return array("q", values).tobytes()
+
+
+def _uncolumn(data: bytes) -> list[int]:
+    column = array("q")
+    column.frombytes(data)
+    return column.tolist()
