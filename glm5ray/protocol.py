@@ -67,12 +67,14 @@ class SamplingParams:
     """Go on after the model's end-of-sequence tokens."""
     include_stop_str_in_output: bool = False
     """Keep the stop string that ended the text."""
+    skip_special_tokens: bool = True
+    """Leave tokens that the tokenizer calls special out of the text."""
     logprobs: int | None = None
     """Log-probability of each new token and of this many most probable ones; 0: of the new token alone."""
     prompt_logprobs: int | None = None
     """The same for the tokens of the prompt (the first has none)."""
 
-    def validate(self, *, vocab_size: int, max_logprobs: int = 20) -> None:
+    def validate(self, *, vocab_size: int, max_logprobs: int = 20, eos_token_ids: tuple[int, ...] = ()) -> None:
         """Raises :class:`RequestError` with the field (``param``) that is out of range."""
         for name in ("max_tokens", "min_tokens", "n", "top_k", "seed", "logprobs", "prompt_logprobs"):
             _require_int(name, getattr(self, name), optional=name in _OPTIONAL_INTS)
@@ -100,6 +102,12 @@ class SamplingParams:
             if value is not None and value > max_logprobs:
                 raise RequestError(f"{name} is {value}; this engine returns at most {max_logprobs}.", param=name)
         self._validate_tokens(vocab_size)
+        ends = {*self.stop_token_ids, *(() if self.ignore_eos else eos_token_ids)}
+        if self.min_tokens > 0 and self.allowed_token_ids is not None and ends.issuperset(self.allowed_token_ids):
+            raise RequestError(
+                f"allowed_token_ids has only tokens that end the output, which min_tokens, {self.min_tokens}, forbids at first.",
+                param="allowed_token_ids",
+            )
         if any(not text for text in self.stop):
             raise RequestError("stop has an empty string; leave it out.", param="stop")
 

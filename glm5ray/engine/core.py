@@ -1,0 +1,65 @@
+"""EngineCore: the loop that joins a scheduler and an executor. It knows tokens only; text is above it."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import TYPE_CHECKING
+
+from glm5ray.protocol import FinishReason
+from glm5ray.scheduler.scheduler import Scheduler
+
+if TYPE_CHECKING:
+    from glm5ray.config import CacheSection, SchedulerSection
+    from glm5ray.engine.executor import Executor, PendingStep
+    from glm5ray.protocol import GenerateRequest, StepInput, TokenEvent
+
+
+class EngineCore:
+    """Requests in, token events out, one step at a time.
+
+    *Plain loop*: schedule, compute, update. *Overlapped loop*: step n+1 is scheduled and submitted while step n runs, and only then
+    is the output of n waited for; so the executor always has its next step. Both give the same tokens.
+    """
+
+    def __init__(self, executor: Executor, scheduler: SchedulerSection, cache: CacheSection) -> None:
+        self._executor = executor
+        self.capacity = executor.start()
+        self.scheduler = Scheduler(scheduler, self.capacity, prefix_caching=cache.prefix_caching)
+        self._overlap = scheduler.overlap
+        self._running: deque[tuple[StepInput, PendingStep]] = deque()
+        self._events: list[TokenEvent] = []
+
+    @property
+    def has_work(self) -> bool:
+        """Whether :meth:`step` has anything to do."""
+        return bool(self._running or self._events or self.scheduler.has_unfinished)
+
+    def add(self, request: GenerateRequest) -> None:
+        """Queues a request. Raises :class:`RequestError` if it cannot be served; nothing is left of it then."""
+        self.scheduler.add(request)
+
+    def abort(
+        self, request_id: str, index: int | None = None, reason: FinishReason = FinishReason.ABORT
+    ) -> None:
+        """Ends a request, or one of its answers; its last event comes with the next :meth:`step`. Unknown ones are ignored."""
+        self._events += self.scheduler.abort(request_id, index, reason)
+
+    def step(self) -> list[TokenEvent]:
+        """One turn of the loop; an empty list is no end (see :attr:`has_work`). Raises :class:`WorkerDied`."""
+        step = self.scheduler.schedule()
+        if step is not None:
+            self._running.append((step, self._executor.submit(step)))
+        events, self._events = self._events, []
+        # overlapped: leave the step just submitted running, unless nothing else would be waited for
+        keep = 1 if self._overlap and step is not None else 0
+        while len(self._running) > keep:
+            done, pending = self._running[0]
+            output = pending.result()  # interrupted here, the step stays in the queue and the next turn takes it up
+            self._running.popleft()
+            events += self.scheduler.update(done, output)
+        return events
+
+    def shutdown(self) -> None:
+        """Ends the executor; what was running is lost."""
+        self._running.clear()
+        self._executor.shutdown()

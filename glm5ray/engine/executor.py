@@ -1,0 +1,116 @@
+"""Executor: whoever computes steps. The engine knows no more of it than this."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TYPE_CHECKING, Protocol
+
+from glm5ray.errors import WorkerDied
+from glm5ray.protocol import Capacity, StepInput, StepOutput
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from glm5ray.protocol import NewSequence
+    from glm5ray.worker.worker import Worker
+
+
+class PendingStep(Protocol):
+    """A step that was submitted."""
+
+    def result(self, timeout_s: float | None = None) -> StepOutput:
+        """Waits for the output. Raises :class:`WorkerDied` if a worker failed."""
+        ...
+
+
+class Executor(Protocol):
+    """Computes steps in the order in which they are submitted."""
+
+    def start(self) -> Capacity:
+        """Loads whatever is needed and says what fits."""
+        ...
+
+    def submit(self, step: StepInput) -> PendingStep:
+        """Returns at once; a second step may be submitted while one runs."""
+        ...
+
+    def shutdown(self) -> None:
+        """Ends the workers. Harmless if called twice."""
+        ...
+
+
+class _Running:
+    """A step on the worker's thread."""
+
+    def __init__(self, future: Future[StepOutput]) -> None:
+        self._future = future
+
+    def result(self, timeout_s: float | None = None) -> StepOutput:
+        try:
+            return self._future.result(timeout_s)
+        except (RuntimeError, AssertionError, MemoryError, ValueError, IndexError, KeyError) as error:
+            raise WorkerDied(f"the worker failed in a step: {type(error).__name__}: {error}") from error
+
+
+class InProcessExecutor:
+    """One worker in this process, on a thread of its own: PyTorch's operators let go of the interpreter's lock, so the next
+    step is scheduled while one runs."""
+
+    def __init__(self, load: Callable[[], Worker]) -> None:
+        """``load`` makes the worker; it is called by :meth:`start`, in the calling thread."""
+        self._load = load
+        self._worker: Worker | None = None
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="glm5ray-worker")
+
+    def start(self) -> Capacity:
+        self._worker = self._load()
+        return self._worker.capacity
+
+    def submit(self, step: StepInput) -> PendingStep:
+        assert self._worker is not None, "submit() before start()"
+        return _Running(self._thread.submit(self._worker.execute, step))
+
+    def shutdown(self) -> None:
+        self._thread.shutdown(wait=True, cancel_futures=True)
+        self._worker = None
+
+
+class _Done:
+    def __init__(self, output: StepOutput) -> None:
+        self._output = output
+
+    def result(self, timeout_s: float | None = None) -> StepOutput:
+        return self._output
+
+
+class FakeExecutor:
+    """No model: the next token is a function of (request_id, index, position). For tests of what stands above an executor, and
+    for benchmarks of it."""
+
+    def __init__(self, capacity: Capacity, next_token: Callable[[str, int, int], int]) -> None:
+        self.capacity = capacity
+        self.steps: list[StepInput] = []
+        """Every step so far."""
+        self._next_token = next_token
+        self._known: dict[int, tuple[NewSequence, int]] = {}
+
+    def start(self) -> Capacity:
+        return self.capacity
+
+    def submit(self, step: StepInput) -> PendingStep:
+        self.steps.append(step)
+        for seq_id in step.dropped:
+            del self._known[seq_id]
+        for new in step.new_sequences:
+            self._known[new.seq_id] = (new, len(new.token_ids))
+        seq_ids, token_ids = [], []
+        for seq_id, start, count in step.slices():
+            new, num_tokens = self._known[seq_id]
+            if start + count == num_tokens and new.sampling.max_tokens != 0:
+                seq_ids.append(seq_id)
+                token_ids.append(self._next_token(new.request_id, new.index, num_tokens))
+                self._known[seq_id] = (new, num_tokens + 1)
+        return _Done(StepOutput(epoch=step.epoch, step_id=step.step_id, seq_ids=seq_ids, token_ids=token_ids))
+
+    def shutdown(self) -> None:
+        self._known.clear()

@@ -1,0 +1,300 @@
+"""LLM: the offline front door. Text or token ids in, results out, one process."""
+
+from __future__ import annotations
+
+import secrets
+import threading
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from itertools import count
+from typing import TYPE_CHECKING, Any
+
+from glm5ray.config import EngineConfig
+from glm5ray.engine.core import EngineCore
+from glm5ray.engine.executor import InProcessExecutor
+from glm5ray.engine.outputs import RequestOutput
+from glm5ray.engine.results import RequestFailure, RequestResult, TextDelta
+from glm5ray.errors import Glm5RayError, RequestError, WorkerDied
+from glm5ray.protocol import FinishReason, GenerateRequest, SamplingParams
+from glm5ray.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+    from types import TracebackType
+
+    from glm5ray.engine.executor import Executor
+    from glm5ray.protocol import Capacity
+    from glm5ray.scheduler.scheduler import SchedulerStats
+
+Prompt = str | Sequence[int]
+
+
+class _Sink:
+    """Where the results (and, if wanted, the text deltas) of one caller gather."""
+
+    def __init__(self, *, wants_deltas: bool = False) -> None:
+        self.wants_deltas = wants_deltas
+        self.results: deque[RequestResult | RequestFailure] = deque()
+        self.deltas: deque[TextDelta] = deque()
+        self.open: set[str] = set()
+        """Requests of this caller that run."""
+
+
+class LLM:
+    """A model, ready to answer.
+
+    >>> llm = LLM("nano")
+    >>> llm.generate(["The sky is"], SamplingParams(max_tokens=8, temperature=0.0))[0].text  # doctest: +SKIP
+
+    Calls may come from several threads and may be interleaved; they share the batch. Use it as a context manager, or call
+    :meth:`close`.
+    """
+
+    def __init__(
+        self,
+        model: str | None = None,
+        *,
+        config: EngineConfig | None = None,
+        progress: Callable[[int, int], None] | None = None,
+    ) -> None:
+        """Loads ``model`` (a checkpoint folder, or ``nano``, the one in the package), which wins over ``config.model.path``.
+
+        ``progress(done_bytes, total_bytes)`` is called while weights are read. Raises :class:`CheckpointError` and :class:`ConfigError`.
+        """
+        from glm5ray.model.weights import resolve_checkpoint
+        from glm5ray.worker.worker import Worker
+
+        config = config or EngineConfig()
+        if model is not None:
+            config = replace(config, model=replace(config.model, path=model))
+        tokenizer = Tokenizer.from_checkpoint(resolve_checkpoint(config.model.path))
+        executor = InProcessExecutor(lambda: Worker.load(config, progress=progress))
+        self._open(executor, tokenizer, config)
+
+    @classmethod
+    def from_executor(cls, executor: Executor, tokenizer: Tokenizer, config: EngineConfig | None = None) -> LLM:
+        """The same over any executor: a fake one, or a worker that is already loaded."""
+        llm = cls.__new__(cls)
+        llm._open(executor, tokenizer, config or EngineConfig())
+        return llm
+
+    def _open(self, executor: Executor, tokenizer: Tokenizer, config: EngineConfig) -> None:
+        self.config = config
+        self.tokenizer = tokenizer
+        self._core = EngineCore(executor, config.scheduler, config.cache)
+        self._lock = threading.RLock()
+        self._outputs: dict[str, tuple[RequestOutput, _Sink]] = {}
+        self._numbers = count()
+        self._dead: str | None = None
+
+    @property
+    def capacity(self) -> Capacity:
+        """The limits of this engine: longest sequence, pages, vocabulary."""
+        return self._core.capacity
+
+    def stats(self) -> SchedulerStats:
+        """Counts of the scheduler: running, waiting, pages, preemptions, prefix hits."""
+        return self._core.scheduler.stats()
+
+    # --- generation ---------------------------------------------------------------------------------------------------------
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        on_result: Callable[[RequestResult | RequestFailure], None] | None = None,
+    ) -> list[RequestResult | RequestFailure]:
+        """Answers to ``prompts`` (texts, or lists of token ids), in their order.
+
+        A prompt that cannot be served has a :class:`RequestFailure` in its place; the others finish. ``sampling_params`` is one for all or
+        one for each. ``on_result`` is called with each result as it comes.
+        """
+        many = _as_prompts(prompts)
+        params = _as_params(sampling_params, len(many))
+        names = [f"generate-{next(self._numbers)}" for _ in many]
+        items = (self._prepare(*item) for item in zip(names, many, params, strict=True))
+        found: dict[str, RequestResult | RequestFailure] = {}
+        for result in self.run(items):
+            found[result.request_id] = result
+            if on_result is not None:
+                on_result(result)
+        return [found[name] for name in names]
+
+    def chat(
+        self,
+        conversations: Sequence[Mapping[str, Any]] | Sequence[Sequence[Mapping[str, Any]]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        **template_options: Any,
+    ) -> list[RequestResult | RequestFailure]:
+        """:meth:`generate` for chat messages: one conversation (a list of messages) or several.
+
+        ``template_options`` reach the chat template (``tools``, ``enable_thinking`` ...).
+        """
+        one = bool(conversations) and hasattr(conversations[0], "keys")
+        many: Any = [conversations] if one else conversations
+        prompts = [self.tokenizer.apply_chat_template(list(messages), **template_options) for messages in many]
+        return self.generate(prompts, sampling_params)
+
+    def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[TextDelta]:
+        """The answer to one prompt, piece by piece. Raises :class:`RequestError`. Closing the iterator ends the request."""
+        prepared = self._prepare(f"stream-{next(self._numbers)}", prompt, sampling_params or SamplingParams())
+        if isinstance(prepared, RequestFailure):
+            raise prepared.error
+        sink = _Sink(wants_deltas=True)
+        try:
+            self._submit(prepared, sink)
+            while True:
+                while sink.deltas:
+                    yield sink.deltas.popleft()
+                if sink.results:
+                    break
+                self._pump()
+            last = sink.results.popleft()
+            if isinstance(last, RequestFailure):
+                raise last.error
+        finally:
+            self._abandon(sink)
+
+    def run(
+        self, requests: Iterable[GenerateRequest | RequestFailure]
+    ) -> Iterator[RequestResult | RequestFailure]:
+        """Results as they finish, in any order. ``requests`` is read only as far as the engine has room, so it may be endless.
+
+        A failure among ``requests`` is passed on; a request that cannot be served becomes one. Closing the iterator ends what still runs.
+        """
+        sink = _Sink()
+        source = iter(requests)
+        exhausted = False
+        try:
+            while True:
+                while not exhausted and self._has_room(sink):
+                    item = next(source, None)
+                    if item is None:
+                        exhausted = True
+                    elif isinstance(item, RequestFailure):
+                        sink.results.append(item)
+                    else:
+                        self._try_submit(item, sink)
+                while sink.results:
+                    yield sink.results.popleft()
+                if sink.open:
+                    self._pump()
+                elif exhausted and not sink.results:
+                    return
+        finally:
+            self._abandon(sink)
+
+    # --- the engine below -------------------------------------------------------------------------------------------------
+
+    def _has_room(self, sink: _Sink) -> bool:
+        """Enough waits that the scheduler can always fill a step, and no more; results are handed on before more is read."""
+        running = self.config.scheduler.max_num_seqs
+        return self._core.scheduler.num_unfinished < running + min(running, 256) and len(sink.results) < 256
+
+    def _prepare(self, request_id: str, prompt: Prompt, params: SamplingParams) -> GenerateRequest | RequestFailure:
+        if isinstance(prompt, str):
+            token_ids = tuple(self.tokenizer.encode(prompt))
+        elif isinstance(prompt, Sequence):
+            token_ids = tuple(prompt)
+        else:
+            error = RequestError(f"a prompt is {prompt!r}; it must be a text or a list of token ids.", param="prompt")
+            return RequestFailure(request_id=request_id, error=error)
+        return GenerateRequest(request_id=request_id, prompt_token_ids=token_ids, sampling=params)
+
+    def _submit(self, request: GenerateRequest, sink: _Sink) -> None:
+        """Raises :class:`RequestError`."""
+        with self._lock:
+            if self._dead is not None:
+                raise RequestError(self._dead, code="engine_failed", status=500)
+            if request.sampling.seed is None:
+                request = replace(request, sampling=replace(request.sampling, seed=secrets.randbits(63)))
+            self._core.add(request)
+            self._outputs[request.request_id] = (RequestOutput(request, self.tokenizer), sink)
+            sink.open.add(request.request_id)
+
+    def _try_submit(self, request: GenerateRequest, sink: _Sink) -> None:
+        try:
+            self._submit(request, sink)
+        except RequestError as error:
+            sink.results.append(RequestFailure(request_id=request.request_id, error=error))
+
+    def _pump(self) -> None:
+        """One step of the engine; hands each event to the caller that it belongs to."""
+        with self._lock:
+            if self._dead is not None:
+                return
+            try:
+                events = self._core.step()
+            except WorkerDied as error:
+                self._fail_all(str(error))
+                return
+            for event in events:
+                if event.request_id not in self._outputs:
+                    continue  # abandoned, or ended by a stop string
+                output, sink = self._outputs[event.request_id]
+                progress = output.process(event)
+                if progress.delta is not None and sink.wants_deltas:
+                    sink.deltas.append(progress.delta)
+                if progress.stop:
+                    self._core.abort(event.request_id, event.index, FinishReason.STOP)
+                if progress.result is not None:
+                    if isinstance(progress.result, RequestFailure):
+                        self._core.abort(event.request_id)
+                    self._close(event.request_id, progress.result)
+
+    def _close(self, request_id: str, result: RequestResult | RequestFailure) -> None:
+        _, sink = self._outputs.pop(request_id)
+        sink.open.discard(request_id)
+        sink.results.append(result)
+
+    def _fail_all(self, why: str) -> None:
+        self._dead = f"the engine has failed and takes no more requests ({why}); make a new LLM"
+        for request_id in list(self._outputs):
+            error = RequestError(self._dead, code="engine_failed", status=500)
+            self._close(request_id, RequestFailure(request_id=request_id, error=error))
+
+    def _abandon(self, sink: _Sink) -> None:
+        """Ends what a caller left running."""
+        with self._lock:
+            for request_id in list(sink.open):
+                self._outputs.pop(request_id, None)
+                self._core.abort(request_id)
+            sink.open.clear()
+
+    def close(self) -> None:
+        """Ends the worker and gives its memory back; what still runs fails."""
+        with self._lock:
+            if self._dead is None:
+                self._fail_all("it was closed")
+            self._core.shutdown()
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """One prompt, or several, as a list."""
+    if isinstance(prompts, str):
+        return [prompts]
+    if not isinstance(prompts, Sequence):
+        raise Glm5RayError(f"prompts is {type(prompts).__name__}; it must be a text, a list of texts, or lists of token ids")
+    if prompts and all(isinstance(entry, int) for entry in prompts):
+        return [prompts]  # pyright: ignore[reportReturnType] - a list of ids is one prompt
+    return list(prompts)  # pyright: ignore[reportReturnType] - mixed entries are checked one by one
+
+
+def _as_params(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
+    if params is None:
+        return [SamplingParams()] * count
+    if isinstance(params, SamplingParams):
+        return [params] * count
+    if len(params) != count:
+        raise Glm5RayError(f"{len(params)} sampling_params for {count} prompts; give one for all or one for each")
+    return list(params)

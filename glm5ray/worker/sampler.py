@@ -1,0 +1,212 @@
+"""Logits -> token ids.
+
+Order of operations, vLLM's: bias and allowed tokens, ``min_tokens``, penalties, temperature, min-p, top-k, top-p, draw.
+Log-probabilities are those of the raw logits.
+
+A draw needs one uniform number, which is a hash of (seed, index among the request's answers, position in the output): nothing of
+it depends on the neighbours in the batch, on chunking or on preemption, so the same seed gives the same tokens.
+
+Shapes: L sampled rows, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from glm5ray.protocol import TokenLogprobs
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from glm5ray.worker.batch import MirrorSequence
+
+MIN_TEMPERATURE = 1e-5
+"""Below this the draw is greedy: dividing the logits by less would overflow."""
+
+_MASK64 = (1 << 64) - 1
+
+
+def uniform(seeds_L: list[int], indexes_L: list[int], positions_L: list[int]) -> np.ndarray:
+    """Uniform numbers in [0, 1), float64 multiples of 2^-32, one for each (seed, index, position).
+
+    Two rounds of the finaliser of SplitMix64 (Steele, Lea, Flood 2014), the second keyed by the position.
+    """
+    seeds = np.array([s & _MASK64 for s in seeds_L], dtype=np.uint64)
+    streams = np.array(indexes_L, dtype=np.uint64) + np.uint64(1)
+    counters = np.array(positions_L, dtype=np.uint64) + np.uint64(1)
+    with np.errstate(over="ignore"):
+        key = _splitmix(seeds + streams * np.uint64(0x9E3779B97F4A7C15))
+        bits = _splitmix(key + counters * np.uint64(0xD1B54A32D192ED03))
+    return (bits >> np.uint64(32)).astype(np.float64) * 2.0**-32
+
+
+def _splitmix(z: np.ndarray) -> np.ndarray:
+    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return z ^ (z >> np.uint64(31))
+
+
+class _Penalties:
+    """Token counts of one sequence: ``output_V`` int32, and which tokens stand in its prompt (bool)."""
+
+    __slots__ = ("output_V", "prompt_V")
+
+    def __init__(self, sequence: MirrorSequence, vocab_size: int, device: torch.device) -> None:
+        tokens = torch.from_numpy(sequence.token_ids)
+        prompt, output = tokens[: sequence.num_prompt_tokens], tokens[sequence.num_prompt_tokens :]
+        self.output_V = torch.bincount(output, minlength=vocab_size).to(torch.int32).to(device)
+        self.prompt_V = torch.zeros(vocab_size, dtype=torch.bool)
+        self.prompt_V[prompt] = True
+        self.prompt_V = self.prompt_V.to(device)
+
+
+class Sampler:
+    """Chooses the next token of each row; keeps the output counts of the sequences that have penalties."""
+
+    def __init__(self, vocab_size: int, eos_token_ids: tuple[int, ...], device: torch.device) -> None:
+        self.vocab_size = vocab_size
+        self.eos_token_ids = eos_token_ids
+        self.device = device
+        self._penalties: dict[int, _Penalties] = {}
+        self._plain_greedy: dict[int, bool] = {}
+
+    def add(self, sequence: MirrorSequence) -> None:
+        """A sequence that came (or came back) to this worker."""
+        params = sequence.sampling
+        penalised = (
+            params.repetition_penalty != 1.0 or params.presence_penalty != 0.0 or params.frequency_penalty != 0.0
+        )
+        if penalised:
+            self._penalties[sequence.seq_id] = _Penalties(sequence, self.vocab_size, self.device)
+        self._plain_greedy[sequence.seq_id] = (
+            params.temperature < MIN_TEMPERATURE
+            and not penalised
+            and not params.logit_bias
+            and params.allowed_token_ids is None
+            and params.min_tokens == 0
+        )
+
+    def drop(self, sequence: MirrorSequence) -> None:
+        """A sequence that left."""
+        self._penalties.pop(sequence.seq_id, None)
+        self._plain_greedy.pop(sequence.seq_id)
+
+    def sample(self, logits_LV: Tensor, sequences: list[MirrorSequence]) -> Tensor:
+        """``logits_LV`` fp32 (left as it is) -> int64 [L]; row i is the next token of ``sequences[i]``, whose ``num_tokens``
+        already counts it."""
+        if all(self._plain_greedy[sequence.seq_id] for sequence in sequences):
+            return logits_LV.argmax(dim=-1)
+        logits_LV = logits_LV.clone()
+        for row, sequence in enumerate(sequences):
+            if not self._plain_greedy[sequence.seq_id]:
+                self._mask(logits_LV[row], sequence)
+        self._penalise(logits_LV, sequences)
+        token_ids_L = logits_LV.argmax(dim=-1)
+        drawn = [i for i, sequence in enumerate(sequences) if sequence.sampling.temperature >= MIN_TEMPERATURE]
+        if drawn:
+            rows = torch.tensor(drawn, device=self.device)
+            token_ids_L[rows] = self._draw(logits_LV[rows], [sequences[i] for i in drawn])
+        for row, sequence in enumerate(sequences):
+            if (counts := self._penalties.get(sequence.seq_id)) is not None:
+                counts.output_V[token_ids_L[row]] += 1
+        return token_ids_L
+
+    def _mask(self, logits_V: Tensor, sequence: MirrorSequence) -> None:
+        """Bias, allowed tokens and min_tokens, in place."""
+        params = sequence.sampling
+        if params.logit_bias:
+            ids = torch.tensor(list(params.logit_bias), device=self.device)
+            logits_V[ids] += torch.tensor(list(params.logit_bias.values()), dtype=logits_V.dtype, device=self.device)
+        if params.allowed_token_ids is not None:
+            ids = torch.tensor(params.allowed_token_ids, device=self.device)
+            allowed = logits_V[ids]
+            logits_V.fill_(-torch.inf)
+            logits_V[ids] = allowed
+        if sequence.num_output_tokens <= params.min_tokens:  # this token is number num_output_tokens
+            ends = params.stop_token_ids + (() if params.ignore_eos else self.eos_token_ids)
+            if ends:
+                logits_V[torch.tensor(ends, device=self.device)] = -torch.inf
+
+    def _penalise(self, logits_LV: Tensor, sequences: list[MirrorSequence]) -> None:
+        """Repetition, frequency and presence penalties, in place."""
+        found = [(i, s) for i, s in enumerate(sequences) if s.seq_id in self._penalties]
+        if not found:
+            return
+        rows = torch.tensor([i for i, _ in found], device=self.device)
+        counts = [self._penalties[s.seq_id] for _, s in found]
+        output_LV = torch.stack([c.output_V for c in counts])
+        seen_LV = (output_LV > 0) | torch.stack([c.prompt_V for c in counts])
+        x_LV = logits_LV[rows]
+        repetition = self._column([s.sampling.repetition_penalty for _, s in found])
+        x_LV = torch.where(seen_LV, torch.where(x_LV > 0, x_LV / repetition, x_LV * repetition), x_LV)
+        x_LV -= self._column([s.sampling.frequency_penalty for _, s in found]) * output_LV
+        x_LV -= self._column([s.sampling.presence_penalty for _, s in found]) * (output_LV > 0)
+        logits_LV[rows] = x_LV
+
+    def _column(self, values: list[float]) -> Tensor:
+        return torch.tensor(values, dtype=torch.float32, device=self.device)[:, None]
+
+    def _draw(self, logits_LV: Tensor, sequences: list[MirrorSequence]) -> Tensor:
+        """One token of each row, by its inverse distribution function in order of token id."""
+        params = [sequence.sampling for sequence in sequences]
+        logits_LV = logits_LV / self._column([p.temperature for p in params])
+        if any(p.min_p > 0.0 for p in params):
+            floor = self._column([p.min_p for p in params]).log() + logits_LV.amax(dim=-1, keepdim=True)
+            logits_LV = logits_LV.masked_fill(logits_LV < floor, -torch.inf)
+        if any(p.top_k > 0 or p.top_p < 1.0 for p in params):
+            top_k = [p.top_k if p.top_k > 0 else self.vocab_size for p in params]
+            logits_LV = keep_top(logits_LV, self._column(top_k), self._column([p.top_p for p in params]))
+        cdf_LV = logits_LV.softmax(dim=-1, dtype=torch.float64).cumsum(dim=-1)
+        seeds = []
+        for sequence in sequences:
+            seed = sequence.sampling.seed
+            assert seed is not None, f"sequence {sequence.seq_id} reached the sampler without a seed"
+            seeds.append(seed)
+        positions = [sequence.num_output_tokens - 1 for sequence in sequences]
+        u_L = uniform(seeds, [sequence.index for sequence in sequences], positions)
+        # u <= 1 - 2^-32, so u * total < total, and the first entry above it has a probability above 0
+        target_L1 = torch.from_numpy(u_L).to(self.device)[:, None] * cdf_LV[:, -1:]
+        drawn_L = torch.searchsorted(cdf_LV, target_L1, right=True).squeeze(-1)
+        return drawn_L.clamp_(max=self.vocab_size - 1)  # only rows of NaN, which fail, can exceed it
+
+
+def keep_top(logits_LV: Tensor, top_k_L1: Tensor, top_p_L1: Tensor) -> Tensor:
+    """``logits_LV`` with -inf outside the ``top_k`` largest, and outside the smallest set of those whose probability reaches
+    ``top_p``. Ties go to the lower token id; the most probable token always stays."""
+    sorted_LV, order_LV = logits_LV.sort(dim=-1, descending=True, stable=True)
+    rank_V = torch.arange(logits_LV.shape[-1], device=logits_LV.device)
+    sorted_LV = sorted_LV.masked_fill(rank_V >= top_k_L1, -torch.inf)
+    probs_LV = sorted_LV.softmax(dim=-1)
+    before_LV = probs_LV.cumsum(dim=-1) - probs_LV
+    outside_LV = (before_LV >= top_p_L1) & (rank_V > 0) & (top_p_L1 < 1.0)
+    sorted_LV = sorted_LV.masked_fill(outside_LV, -torch.inf)
+    return torch.empty_like(logits_LV).scatter_(-1, order_LV, sorted_LV)
+
+
+def token_logprobs(logits_NV: Tensor, token_ids_N: Tensor, num_top: list[int]) -> list[TokenLogprobs]:
+    """Log-probabilities of ``token_ids_N`` under raw ``logits_NV`` (fp32), each with its ``num_top[i]`` most probable tokens.
+
+    Ties among the most probable go to the lower token id.
+    """
+    logprobs_NV = logits_NV.log_softmax(dim=-1)
+    chosen_N1 = logprobs_NV.gather(-1, token_ids_N[:, None])
+    ranks = ((logprobs_NV > chosen_N1).sum(dim=-1) + 1).tolist()
+    widest = max(num_top, default=0)
+    values, ids = _top(logprobs_NV, widest)
+    rows = zip(token_ids_N.tolist(), chosen_N1.squeeze(-1).tolist(), ids.tolist(), values.tolist(), ranks, num_top, strict=True)
+    return [
+        TokenLogprobs(token_id, logprob, tuple(zip(top_ids[:k], top_values[:k], strict=True)), rank)
+        for token_id, logprob, top_ids, top_values, rank, k in rows
+    ]
+
+
+def _top(logprobs_NV: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """The k largest of each row, largest first, lower index first among equals."""
+    values_NK, ids_NK = logprobs_NV.topk(k, dim=-1)
+    # topk leaves the order of equals open: sort by id, then stably by value
+    ids_NK, by_id = ids_NK.sort(dim=-1)
+    values_NK, by_value = values_NK.gather(-1, by_id).sort(dim=-1, descending=True, stable=True)
+    return values_NK, ids_NK.gather(-1, by_value)

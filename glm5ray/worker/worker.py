@@ -1,0 +1,233 @@
+"""Worker: one rank. Loads its shard, allocates its pages, and computes one step at a time."""
+
+from __future__ import annotations
+
+import logging
+import time
+from typing import TYPE_CHECKING
+
+import torch
+
+from glm5ray.errors import ConfigError
+from glm5ray.kernels.select import select_kernels
+from glm5ray.model.cache import PagedCache
+from glm5ray.model.glm5 import Glm5
+from glm5ray.model.weights import ShardSpec, load_shard, resolve_checkpoint
+from glm5ray.model_config import ModelConfig
+from glm5ray.parallel import ParallelContext
+from glm5ray.protocol import Capacity, StepOutput
+from glm5ray.worker.batch import Mirror
+from glm5ray.worker.sampler import Sampler, token_logprobs
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch import Tensor
+
+    from glm5ray.config import CacheSection, EngineConfig, SchedulerSection
+    from glm5ray.protocol import StepInput, TokenLogprobs
+    from glm5ray.worker.batch import MirrorSequence, Step
+
+logger = logging.getLogger(__name__)
+
+SCORING_ROWS = 256
+"""Prompt positions whose logits are held at once: at GLM-5's vocabulary, 160 MB."""
+
+
+class Worker:
+    """A model, its cache, and the mirror of the sequences that it works on. Steps come in order, one at a time."""
+
+    def __init__(
+        self, model: Glm5, cache: PagedCache, capacity: Capacity, *, max_num_seqs: int, epoch: int = 0
+    ) -> None:
+        self.capacity = capacity
+        self._model = model
+        self._cache = cache
+        self._epoch = epoch
+        self._next_step_id = 0
+        device = torch.device(cache.device)
+        self._mirror = Mirror(capacity, max_num_seqs, device)
+        self._sampler = Sampler(capacity.vocab_size, capacity.eos_token_ids, device)
+
+    @classmethod
+    def load(
+        cls,
+        config: EngineConfig,
+        parallel: ParallelContext | None = None,
+        *,
+        progress: Callable[[int, int], None] | None = None,
+    ) -> Worker:
+        """Reads this rank's shard of ``config.model.path`` and allocates its pages. ``progress(done_bytes, total_bytes)``.
+
+        Raises :class:`CheckpointError` or :class:`ConfigError`.
+        """
+        parallel = parallel or ParallelContext()
+        folder = resolve_checkpoint(config.model.path)
+        model_config = ModelConfig.from_checkpoint(folder)
+        device = pick_device(config.model.device)
+        dtype = pick_dtype(config.model.dtype, model_config, device)
+        model = Glm5(
+            model_config,
+            select_kernels(config.kernels, device),
+            parallel,
+            dtype=dtype,
+            norm_eps=config.model.norm_eps,
+        )
+        started = time.perf_counter()
+        shard = ShardSpec(parallel.tp_rank, parallel.tp_size, parallel.ep_rank, parallel.ep_size)
+        state = load_shard(folder, model_config, shard, dtype=dtype, device=device, progress=progress)
+        model.load_state_dict(state, strict=True, assign=True)
+        del state
+        model.prepare()
+        logger.info("loaded model=%s seconds=%.1f", folder, time.perf_counter() - started)
+        capacity = plan_capacity(model_config, config.cache, config.scheduler, dtype, device)
+        cache = PagedCache(model_config, capacity.num_pages, capacity.page_size, dtype, device)
+        return cls(model, cache, capacity, max_num_seqs=config.scheduler.max_num_seqs)
+
+    @torch.inference_mode()
+    def execute(self, step: StepInput) -> StepOutput:
+        """Computes one step: forward, sample, and what was asked of the prompt. Asserts the order of steps."""
+        started = time.perf_counter()
+        assert step.epoch == self._epoch, f"a step of epoch {step.epoch} reached a worker of epoch {self._epoch}"
+        assert step.step_id == self._next_step_id, f"step {step.step_id} came where {self._next_step_id} was due"
+        self._next_step_id += 1
+        dropped, new = self._mirror.apply(step)
+        for sequence in dropped:
+            self._sampler.drop(sequence)
+        for sequence in new:
+            self._sampler.add(sequence)
+        if not step.seq_ids:
+            return StepOutput(epoch=step.epoch, step_id=step.step_id, seq_ids=[], token_ids=[])
+        built = self._mirror.build(step)
+        hidden_TH = self._model.forward_hidden(built.batch, self._cache)
+        failed = self._find_failures(built, hidden_TH)
+        prompt_logprobs = {
+            sequence.seq_id: self._score_prompt(sequence, hidden_TH[first : first + count], start)
+            for sequence, first, count, start in built.scoring
+        }
+        token_ids, logprobs = self._sample(built, hidden_TH, failed)
+        return StepOutput(
+            epoch=step.epoch,
+            step_id=step.step_id,
+            seq_ids=[sequence.seq_id for sequence in built.sampling],
+            token_ids=token_ids,
+            logprobs=logprobs,
+            prompt_logprobs=prompt_logprobs,
+            failed=failed,
+            duration_s=time.perf_counter() - started,
+        )
+
+    def _sample(
+        self, built: Step, hidden_TH: Tensor, failed: dict[int, str]
+    ) -> tuple[list[int], dict[int, TokenLogprobs]]:
+        if not built.sampling:
+            return [], {}
+        logits_LV = self._model.compute_logits(hidden_TH[built.batch.logits_rows_L])
+        finite_L = torch.isfinite(logits_LV.sum(dim=-1))
+        if not bool(finite_L.all()):
+            for sequence, finite in zip(built.sampling, finite_L.tolist(), strict=True):
+                if not finite:
+                    failed.setdefault(sequence.seq_id, "the model's logits are not finite")
+        token_ids_L = self._sampler.sample(logits_LV, built.sampling)
+        rows = torch.tensor([sequence.row for sequence in built.sampling], device=token_ids_L.device)
+        self._mirror.last_token_R[rows] = token_ids_L
+        asked = [
+            (i, s, s.sampling.logprobs)
+            for i, s in enumerate(built.sampling)
+            if s.sampling.logprobs is not None and s.seq_id not in failed
+        ]
+        logprobs: dict[int, TokenLogprobs] = {}
+        if asked:
+            at = torch.tensor([i for i, _, _ in asked], device=token_ids_L.device)
+            found = token_logprobs(logits_LV[at], token_ids_L[at], [k for _, _, k in asked])
+            logprobs = {sequence.seq_id: entry for (_, sequence, _), entry in zip(asked, found, strict=True)}
+        return token_ids_L.tolist(), logprobs
+
+    def _score_prompt(self, sequence: MirrorSequence, hidden_NH: Tensor, start: int) -> tuple[TokenLogprobs, ...]:
+        """Log-probabilities of the prompt tokens that follow the positions ``start``..``start + N - 1``."""
+        num_top = sequence.sampling.prompt_logprobs
+        assert num_top is not None
+        scores: list[TokenLogprobs] = []
+        for offset in range(0, len(hidden_NH), SCORING_ROWS):
+            rows_NH = hidden_NH[offset : offset + SCORING_ROWS]
+            at = start + offset + 1
+            target_N = torch.from_numpy(sequence.token_ids[at : at + len(rows_NH)]).to(rows_NH.device)
+            scores += token_logprobs(self._model.compute_logits(rows_NH), target_N, [num_top] * len(rows_NH))
+        return tuple(scores)
+
+    def _find_failures(self, built: Step, hidden_TH: Tensor) -> dict[int, str]:
+        """Sequences whose hidden states are not finite; what they wrote to the cache is zeroed, lest it spread."""
+        bad_T = ~torch.isfinite(hidden_TH.sum(dim=-1, dtype=torch.float32))
+        if not bool(bad_T.any()):
+            return {}
+        failed: dict[int, str] = {}
+        first = 0
+        for sequence, count in zip(built.sequences, built.batch.num_tokens, strict=True):
+            if bool(bad_T[first : first + count].any()):
+                failed[sequence.seq_id] = "the model's hidden state is not finite"
+                self._cache.zero_slots(built.batch.slots_T[first : first + count])
+            first += count
+        return failed
+
+
+def pick_device(choice: str) -> str:
+    """``auto`` -> cuda where there is one."""
+    if choice == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("model.device is 'cuda', but PyTorch finds no CUDA device here; set model.device=cpu")
+    return ("cuda" if torch.cuda.is_available() else "cpu") if choice == "auto" else choice
+
+
+def pick_dtype(choice: str, model_config: ModelConfig, device: str) -> torch.dtype:
+    """``auto`` -> float32 on a CPU, where bfloat16 is no faster, else the checkpoint's."""
+    name = choice
+    if choice == "auto":
+        name = "float32" if device == "cpu" else model_config.dtype
+    return {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}[name]
+
+
+def plan_capacity(
+    model_config: ModelConfig, cache: CacheSection, scheduler: SchedulerSection, dtype: torch.dtype, device: str
+) -> Capacity:
+    """How many pages there is room for, and so how long a sequence may be. The weights are already loaded.
+
+    Raises :class:`ConfigError` if a limit that was asked for cannot be held.
+    """
+    page_bytes = PagedCache.bytes_per_page(model_config, cache.page_size, dtype)
+    wanted = model_config.max_position_embeddings
+    if scheduler.max_model_len != "auto":
+        if scheduler.max_model_len > wanted:
+            raise ConfigError(
+                f"scheduler.max_model_len is {scheduler.max_model_len}; this model was trained for at most {wanted} tokens"
+            )
+        wanted = scheduler.max_model_len
+    if cache.num_pages == "auto":
+        room = _free_bytes(cache, device)
+        # no more than all sequences at their longest could ever use
+        num_pages = min(room // page_bytes, scheduler.max_num_seqs * -(-wanted // cache.page_size))
+        if num_pages < 1:
+            raise ConfigError(
+                f"there is room for {room / 2**20:.1f} MiB of KV cache, and one page of {cache.page_size} tokens takes "
+                f"{page_bytes / 2**20:.1f} MiB; raise cache.cpu_memory_gib or cache.memory_fraction, or lower cache.page_size"
+            )
+    else:
+        num_pages = cache.num_pages
+    held = num_pages * cache.page_size
+    if scheduler.max_model_len != "auto" and held < wanted:
+        raise ConfigError(
+            f"scheduler.max_model_len is {wanted}, but the cache holds {held} tokens ({num_pages} pages of {cache.page_size}); "
+            "lower it or raise cache.num_pages"
+        )
+    return Capacity(
+        num_pages=num_pages,
+        page_size=cache.page_size,
+        max_model_len=min(wanted, held),
+        vocab_size=model_config.vocab_size,
+        eos_token_ids=model_config.eos_token_ids,
+    )
+
+
+def _free_bytes(cache: CacheSection, device: str) -> int:
+    if device == "cpu":
+        return int(cache.cpu_memory_gib * 2**30)
+    free, total = torch.cuda.mem_get_info()
+    return max(0, int(total * cache.memory_fraction) - (total - free))
