@@ -179,10 +179,9 @@ class LLM:
                         self._try_submit(item, sink)
                 while sink.results:
                     yield sink.results.popleft()
-                if sink.open:
-                    self._pump()
-                elif exhausted and not sink.results:
+                if exhausted and not sink.open:
                     return
+                self._pump()  # also when the room is taken by other callers: their results make room
         finally:
             self._abandon(sink)
 
