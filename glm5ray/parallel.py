@@ -1,0 +1,108 @@
+"""Ranks, sizes and collectives. At size 1 every collective returns its input and ``torch.distributed`` is not imported.
+
+Two ways to split run over the same ranks. ``tp_size`` ranks split attention heads, vocabulary and the columns of MLPs; ``ep_size``
+ranks hold whole routed experts each. The number of ranks is the larger of the two, and the smaller divides it:
+
+    tp 8, ep 1   heads by 8, each expert's columns by 8
+    tp 8, ep 8   heads by 8, experts by 8 (whole ones)
+    tp 8, ep 4   heads by 8, experts by 4, and the two ranks of a quarter split its experts' columns
+    tp 1, ep 8   attention replicated, experts by 8
+
+Rank r has ``tp_rank = r % tp_size`` and ``ep_rank = r // expert_tp_size``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from glm5ray.errors import ConfigError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(frozen=True)
+class ParallelContext:
+    """This rank's place. ``tp_group`` and ``world_group`` are process groups of ``torch.distributed``; ``None`` at size 1."""
+
+    tp_rank: int = 0
+    tp_size: int = 1
+    ep_rank: int = 0
+    ep_size: int = 1
+    tp_group: Any = None
+    world_group: Any = None
+
+    def __post_init__(self) -> None:
+        if self.world_size % self.tp_size or self.world_size % self.ep_size:
+            raise ConfigError(
+                f"parallel.tp_size is {self.tp_size} and parallel.ep_size is {self.ep_size}; one must divide the other, "
+                "since both split the same ranks"
+            )
+        if not (0 <= self.tp_rank < self.tp_size and 0 <= self.ep_rank < self.ep_size):
+            raise ConfigError(f"rank (tp {self.tp_rank}, ep {self.ep_rank}) is outside (tp {self.tp_size}, ep {self.ep_size})")
+
+    @classmethod
+    def of_rank(cls, rank: int, tp_size: int, ep_size: int, tp_group: Any = None, world_group: Any = None) -> ParallelContext:
+        """The context of rank ``rank`` of ``max(tp_size, ep_size)``."""
+        expert_tp_size = max(tp_size // ep_size, 1)
+        return cls(rank % tp_size, tp_size, rank // expert_tp_size, ep_size, tp_group, world_group)
+
+    @property
+    def world_size(self) -> int:
+        return max(self.tp_size, self.ep_size)
+
+    @property
+    def expert_tp_size(self) -> int:
+        """Ranks that split the columns of one routed expert."""
+        return self.world_size // self.ep_size
+
+    @property
+    def expert_tp_rank(self) -> int:
+        return self.tp_rank % self.expert_tp_size
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        """The sum of x over the tensor-parallel ranks; x may be overwritten."""
+        return _all_reduce(x, self.tp_size, self.tp_group)
+
+    def all_reduce_world(self, x: Tensor) -> Tensor:
+        """The sum of x over all ranks; x may be overwritten."""
+        return _all_reduce(x, self.world_size, self.world_group)
+
+    def all_gather(self, x: Tensor, dim: int) -> Tensor:
+        """The tensor-parallel ranks' x side by side along ``dim``, in order of rank; shapes are equal."""
+        if self.tp_size == 1:
+            return x
+        import torch
+        import torch.distributed as dist
+
+        parts = [torch.empty_like(x) for _ in range(self.tp_size)]
+        dist.all_gather(parts, x.contiguous(), group=self.tp_group)
+        return torch.cat(parts, dim)
+
+    def all_to_all(self, x: Tensor, send_rows: list[int], receive_rows: list[int]) -> Tensor:
+        """Rows of x to all ranks: ``send_rows[r]`` of them, in order, to rank r; returns ``receive_rows[r]`` rows from each rank r."""
+        if self.world_size == 1:
+            return x
+        import torch.distributed as dist
+
+        out = x.new_empty(sum(receive_rows), *x.shape[1:])
+        dist.all_to_all_single(out, x.contiguous(), receive_rows, send_rows, group=self.world_group)
+        return out
+
+
+def _all_reduce(x: Tensor, size: int, group: Any) -> Tensor:
+    if size == 1:
+        return x
+    import torch.distributed as dist
+
+    x = x.contiguous()
+    dist.all_reduce(x, group=group)
+    return x
+
+
+def shard_size(total: int, size: int, what: str) -> int:
+    """What each of ``size`` ranks holds of ``total``. Raises :class:`ConfigError` if they do not share evenly."""
+    if total % size:
+        raise ConfigError(f"{what} is {total}, which {size} ranks cannot share evenly; lower parallel.tp_size or parallel.ep_size")
+    return total // size
