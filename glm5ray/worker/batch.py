@@ -85,6 +85,7 @@ class Mirror:
     def _add(self, new: NewSequence) -> MirrorSequence:
         assert new.seq_id not in self.sequences, f"sequence {new.seq_id} is already known"
         row = self._free_rows.pop()
+        self._page_table_RP[row] = -1
         self._page_table_RP[row, : len(new.pages)] = new.pages
         sequence = MirrorSequence(
             seq_id=new.seq_id,
