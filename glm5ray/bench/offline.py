@@ -1,0 +1,104 @@
+"""Throughput of the whole engine in one process, by concurrency.
+
+The workload is that of the peers' figures: n prompts of random tokens arrive at once, greedy, end-of-sequence ignored.
+``prefill_s`` is the wall time with one new token each, ``total_s`` with ``new_tokens + 1``;
+``tpot_ms = (total_s - prefill_s) / new_tokens``; ``decode_tok_s`` and ``out_tok_s`` count tokens of all n prompts over the decode
+time and over all of it.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from random import Random
+from statistics import median
+from typing import TYPE_CHECKING, Any
+
+from glm5ray.bench.report import environment
+from glm5ray.engine.llm import LLM
+from glm5ray.engine.results import RequestFailure
+from glm5ray.errors import ConfigError
+from glm5ray.protocol import GenerateRequest, SamplingParams
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from glm5ray.config import EngineConfig
+
+
+def run_offline_bench(
+    config: EngineConfig,
+    *,
+    concurrency: Sequence[int] = (1, 8, 32, 64),
+    prompt_tokens: int = 64,
+    new_tokens: int = 64,
+    repetitions: int = 3,
+    seed: int = 0,
+    on_row: Callable[[dict[str, Any]], None] | None = None,
+) -> dict[str, Any]:
+    """One report, a JSON object; ``results`` has a row for each concurrency, medians of ``repetitions`` after a warm-up.
+
+    Prefix caching is off, so that no repetition profits from the one before. Raises :class:`ConfigError` if the workload does not fit.
+    """
+    config = replace(config, cache=replace(config.cache, prefix_caching=False))
+    with LLM(config=config) as llm:
+        longest = prompt_tokens + new_tokens + 1
+        if longest > llm.capacity.max_model_len:
+            raise ConfigError(
+                f"prompt_tokens {prompt_tokens} + new_tokens {new_tokens} + 1 is more than max_model_len, {llm.capacity.max_model_len}"
+            )
+        results = []
+        for number in concurrency:
+            row = _measure(llm, number, prompt_tokens, new_tokens, repetitions, seed)
+            results.append(row)
+            if on_row is not None:
+                on_row(row)
+        return {
+            "benchmark": "offline",
+            "workload": {
+                "prompt_tokens": prompt_tokens,
+                "new_tokens": new_tokens + 1,
+                "seed": seed,
+                "repetitions": repetitions,
+            },
+            "environment": environment(),
+            "config": config.to_dict(),
+            "results": results,
+        }
+
+
+def _measure(
+    llm: LLM, number: int, prompt_tokens: int, new_tokens: int, repetitions: int, seed: int
+) -> dict[str, Any]:
+    rng = Random(seed)
+    vocab = llm.capacity.vocab_size
+    prompts = [tuple(rng.randrange(vocab) for _ in range(prompt_tokens)) for _ in range(number)]
+    _timed(llm, prompts, min(4, new_tokens))
+    prefill_s, total_s = [], []
+    for _ in range(repetitions):
+        prefill_s.append(_timed(llm, prompts, 1))
+        total_s.append(_timed(llm, prompts, new_tokens + 1))
+    prefill, total = median(prefill_s), median(total_s)
+    decode = max(total - prefill, 1e-9)
+    return {
+        "conc": number,
+        "prefill_s": round(prefill, 4),
+        "total_s": round(total, 4),
+        "tpot_ms": round(decode / new_tokens * 1e3, 3),
+        "decode_tok_s": round(number * new_tokens / decode, 1),
+        "out_tok_s": round(number * (new_tokens + 1) / total, 1),
+    }
+
+
+def _timed(llm: LLM, prompts: Sequence[tuple[int, ...]], max_tokens: int) -> float:
+    """Wall seconds until all prompts have ``max_tokens`` new tokens. A request that fails is an error, not a fast one."""
+    params = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
+    requests = [
+        GenerateRequest(request_id=f"bench-{i}", prompt_token_ids=prompt, sampling=params) for i, prompt in enumerate(prompts)
+    ]
+    started = time.perf_counter()
+    for result in llm.run(requests):
+        if isinstance(result, RequestFailure):
+            raise result.error
+        assert result.num_output_tokens == max_tokens, f"{result.num_output_tokens} tokens instead of {max_tokens}"
+    return time.perf_counter() - started
