@@ -1,0 +1,96 @@
+"""Which provider serves each operation: decided once, at start, from the config and the device, and logged.
+
+For each operation the config's provider is taken if it names one (one that cannot serve it is an error, never a silent fallback); else the
+config's ``default`` if that can serve it; else the first that can, in the order of :data:`PROVIDERS`, which ends in the reference.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, fields
+from importlib import import_module
+from typing import TYPE_CHECKING, NamedTuple
+
+from glm5ray.errors import ConfigError, nearest
+from glm5ray.kernels.interface import Kernels
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+log = logging.getLogger(__name__)
+
+OPS = tuple(field.name for field in fields(Kernels))
+
+
+@dataclass(frozen=True, slots=True)
+class Provider:
+    """A module that has one attribute per operation it serves; imported only when it is chosen."""
+
+    name: str
+    module: str
+    devices: tuple[str, ...]
+    ops: tuple[str, ...] = OPS
+
+    def reason_against(self, op: str, device: str) -> str | None:
+        """Why it cannot serve ``op`` on ``device``; ``None``: it can."""
+        if device not in self.devices:
+            return f"it runs on {' and '.join(self.devices)}, and the device is {device}"
+        if op not in self.ops:
+            return f"it serves {', '.join(self.ops)} only"
+        return None
+
+
+PROVIDERS = (
+    Provider("cpu", "glm5ray.kernels.cpu", devices=("cpu",)),
+    Provider("reference", "glm5ray.kernels.reference", devices=("cpu", "cuda")),
+)
+"""In order of preference."""
+
+
+class Choice(NamedTuple):
+    """A row of the kernel table."""
+
+    op: str
+    provider: str
+    why: str
+
+
+def kernel_table(choices: Mapping[str, str], device: str) -> list[Choice]:
+    """The provider of each operation and why it was taken; imports none of them.
+
+    choices: op (or ``default``) -> provider, the config's ``kernels``. device: ``cpu`` or ``cuda``, with or without a number.
+    Raises :class:`ConfigError` for an unknown op or provider, and for a provider that cannot serve the op it is named for.
+    """
+    device = device.partition(":")[0]
+    known = {provider.name: provider for provider in PROVIDERS}
+    for op, name in choices.items():
+        if op not in OPS and op != "default":
+            raise ConfigError(f"kernels.{op} is no operation{nearest(op, ['default', *OPS])}")
+        if name not in known:
+            raise ConfigError(f"kernels.{op} is {name!r}, which is no provider{nearest(name, known)}")
+    return [_choose(op, choices, device, known) for op in OPS]
+
+
+def select_kernels(choices: Mapping[str, str], device: str) -> Kernels:
+    """The table of callables for :class:`glm5ray.model.glm5.Glm5`; arguments and errors as :func:`kernel_table`. Logs one line an op."""
+    modules = {provider.name: provider.module for provider in PROVIDERS}
+    chosen = {}
+    for op, provider, why in kernel_table(choices, device):
+        log.info("kernel op=%s provider=%s why=%r", op, provider, why)
+        chosen[op] = getattr(import_module(modules[provider]), op)
+    return Kernels(**chosen)
+
+
+def _choose(op: str, choices: Mapping[str, str], device: str, known: Mapping[str, Provider]) -> Choice:
+    if op in choices:
+        provider = known[choices[op]]
+        reason = provider.reason_against(op, device)
+        if reason is not None:
+            raise ConfigError(f"kernels.{op} is {provider.name!r}, which cannot serve it: {reason}")
+        return Choice(op, provider.name, f"kernels.{op} in the config")
+    if "default" in choices and known[choices["default"]].reason_against(op, device) is None:
+        return Choice(op, choices["default"], "kernels.default in the config")
+    for provider in PROVIDERS:
+        if provider.reason_against(op, device) is None:
+            return Choice(op, provider.name, f"first that serves it on {device}")
+    raise ConfigError(f"no provider serves {op} on {device}; model.device can be cpu or cuda")
