@@ -106,7 +106,7 @@ class FakeExecutor:
         seq_ids, token_ids = [], []
         for seq_id, start, count in step.slices():
             new, num_tokens = self._known[seq_id]
-            if start + count == num_tokens and new.sampling.max_tokens != 0:
+            if start + count == num_tokens:
                 seq_ids.append(seq_id)
                 token_ids.append(self._next_token(new.request_id, new.index, num_tokens))
                 self._known[seq_id] = (new, num_tokens + 1)

@@ -121,7 +121,7 @@ class Mirror:
             assert end <= sequence.num_tokens, f"slice [{start}, {end}) of sequence {sequence.seq_id} is past its tokens"
             if sequence.sampling.prompt_logprobs is not None and start < sequence.num_prompt_tokens - 1:
                 scoring.append((sequence, first, min(count, sequence.num_prompt_tokens - 1 - start), start))
-            if end == sequence.num_tokens and sequence.sampling.max_tokens != 0:
+            if end == sequence.num_tokens:
                 sampling.append(sequence)
                 sample_rows.append(first + count - 1)
         batch = ForwardBatch(

@@ -80,7 +80,6 @@ def test_prompt_scoring_covers_each_prompt_position_once(mirror):
     second = build(mirror, step(1, [(1, 2, 1)]))
     assert [(first_row, rows, start) for _, first_row, rows, start in first.scoring] == [(0, 2, 0)]
     assert second.scoring == []
-    assert second.sampling == []  # max_tokens=0: scored, nothing new
 
 
 def test_rows_are_used_again(mirror):

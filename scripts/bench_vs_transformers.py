@@ -1,0 +1,149 @@
+#!/usr/bin/env python3
+"""Output tokens per second of this engine beside transformers' ``generate``, same weights, same prompts, same machine, one run.
+
+    .venv/bin/python scripts/bench_vs_transformers.py --out docs/experiments/0002-cpu-throughput.json
+
+The model is tiny and random, in fp32: what is compared is the engines' overhead and their CPU arithmetic. Repetitions of the two are
+interleaved. Prompts have equal lengths, which is transformers' best case: it pads nothing. The greedy tokens of both are compared.
+The last line is one JSON object.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+import time
+from dataclasses import replace
+from pathlib import Path
+from random import Random
+from statistics import median
+from typing import Any
+
+import torch
+from transformers import GlmMoeDsaForCausalLM
+
+from glm5ray.bench.report import environment
+from glm5ray.config import config_from_dict
+from glm5ray.engine.llm import LLM
+from glm5ray.engine.results import RequestResult
+from glm5ray.model.tiny import write_tiny
+from glm5ray.protocol import SamplingParams
+
+SIZES = {
+    "hidden_size": 256,
+    "num_hidden_layers": 6,
+    "first_k_dense_replace": 1,
+    "intermediate_size": 512,
+    "n_routed_experts": 16,
+    "num_experts_per_tok": 4,
+    "moe_intermediate_size": 128,
+    "num_attention_heads": 8,
+    "q_lora_rank": 128,
+    "kv_lora_rank": 64,
+    "qk_rope_head_dim": 16,
+    "qk_nope_head_dim": 32,
+    "v_head_dim": 32,
+    "index_topk": 64,
+    "index_n_heads": 4,
+    "index_head_dim": 32,
+    "vocab_size": 4096,
+    "max_position_embeddings": 2048,
+}
+
+
+def hugging_face(model: Any, prompts: list[list[int]], new_tokens: int) -> tuple[float, list[list[int]]]:
+    """(seconds, new tokens of each prompt)"""
+    ids = torch.tensor(prompts)
+    started = time.perf_counter()
+    with torch.inference_mode():
+        out = model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            do_sample=False,
+            min_new_tokens=new_tokens,
+            max_new_tokens=new_tokens,
+            eos_token_id=None,
+            pad_token_id=0,
+        )
+    return time.perf_counter() - started, out[:, ids.shape[1] :].tolist()
+
+
+def ours(llm: LLM, prompts: list[list[int]], new_tokens: int) -> tuple[float, list[list[int]]]:
+    """(seconds, new tokens of each prompt)"""
+    params = SamplingParams(temperature=0.0, max_tokens=new_tokens, ignore_eos=True)
+    started = time.perf_counter()
+    results = llm.generate(prompts, params)
+    seconds = time.perf_counter() - started
+    tokens = []
+    for result in results:
+        if not isinstance(result, RequestResult):
+            raise result.error
+        tokens.append(list(result.choices[0].token_ids))
+    return seconds, tokens
+
+
+def measure(llm: LLM, model: Any, batch: int, arguments: argparse.Namespace) -> dict[str, Any]:
+    """One row: medians of interleaved repetitions, after a warm-up of both."""
+    rng = Random(arguments.seed + batch)
+    prompts = [[rng.randrange(SIZES["vocab_size"]) for _ in range(arguments.prompt_tokens)] for _ in range(batch)]
+    ours(llm, prompts, 4)
+    hugging_face(model, prompts, 4)
+    seconds: dict[str, list[float]] = {"glm5ray": [], "transformers": []}
+    tokens: dict[str, list[list[int]]] = {}
+    for _ in range(arguments.repetitions):
+        for name, run in (("glm5ray", lambda: ours(llm, prompts, arguments.new_tokens)),
+                          ("transformers", lambda: hugging_face(model, prompts, arguments.new_tokens))):
+            taken, tokens[name] = run()
+            seconds[name].append(taken)
+    count = batch * arguments.new_tokens
+    rates = {name: count / median(values) for name, values in seconds.items()}
+    same = sum(a == b for a, b in zip(tokens["glm5ray"], tokens["transformers"], strict=True))
+    return {
+        "conc": batch,
+        "glm5ray_out_tok_s": round(rates["glm5ray"], 1),
+        "transformers_out_tok_s": round(rates["transformers"], 1),
+        "ratio": round(rates["glm5ray"] / rates["transformers"], 2),
+        "same_answers": f"{same}/{batch}",
+    }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--concurrency", default="1,8,32,64")
+    parser.add_argument("--prompt-tokens", type=int, default=64)
+    parser.add_argument("--new-tokens", type=int, default=64)
+    parser.add_argument("--repetitions", type=int, default=3)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", type=Path, help="also write the report here")
+    arguments = parser.parse_args()
+    torch.set_num_threads(arguments.threads)
+    with tempfile.TemporaryDirectory() as folder:
+        checkpoint = Path(folder) / "tiny"
+        write_tiny(checkpoint, format="fp32", style="glm5", seed=arguments.seed, with_mtp=False, sizes=SIZES)
+        model = GlmMoeDsaForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).eval()
+        config = config_from_dict({"model": {"path": str(checkpoint), "norm_eps": "huggingface"}})
+        config = replace(config, cache=replace(config.cache, prefix_caching=False))
+        with LLM(config=config) as llm:
+            rows = []
+            for batch in map(int, arguments.concurrency.split(",")):
+                rows.append(measure(llm, model, batch, arguments))
+                print(rows[-1], file=sys.stderr, flush=True)
+    report = {
+        "benchmark": "glm5ray beside transformers generate, CPU",
+        "model": SIZES,
+        "workload": {name: getattr(arguments, name) for name in ("prompt_tokens", "new_tokens", "repetitions", "seed")},
+        "threads": arguments.threads,
+        "environment": environment(("glm5ray", "torch", "transformers")),
+        "results": rows,
+    }
+    if arguments.out is not None:
+        arguments.out.write_text(json.dumps(report, indent=1) + "\n", "utf-8")
+    print(json.dumps(report))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
