@@ -1,0 +1,403 @@
+"""Operations for CPUs: plain torch, few calls, batched over sequences. Held to :mod:`glm5ray.kernels.reference` by tests.
+
+On a small model a step costs about as many microseconds as it makes torch calls, so nothing here loops over sequences: the slices of a
+step are put into :class:`Group`s of equal length and similar context, and each group is one batched matrix product. Groups are bounded,
+so that no intermediate grows with the whole step. Shape suffixes in :mod:`glm5ray.kernels.interface`; beside them:
+
+    G  slices of a group        n  tokens of each of them (a decode is a group with n = 1)
+    B  G * n, rows of a group   s  cached positions, padded to the longest context of the group
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch.nn import functional
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from glm5ray.kernels.interface import ExpertWeights, ForwardBatch, RouterSettings
+
+MAX_GATHERED_ROWS = 2**15
+"""Cache rows that are copied side by side at once: 75 MB of GLM-5's in fp32."""
+MAX_SCORES = 2**17
+"""Pairs of query token and cached position at once; times heads, of fp32: 33 MB for GLM-5."""
+SPREAD = 64
+"""Contexts in a group are at most twice its shortest and this many more; so padding at most about doubles the work."""
+
+
+# --- projections and norms --------------------------------------------------------------------------------------------
+
+
+def linear(x_TX: Tensor, weight_OX: Tensor) -> Tensor:
+    return functional.linear(x_TX, weight_OX)
+
+
+def rms_norm(x_TX: Tensor, weight_X: Tensor, eps: float) -> Tensor:
+    if x_TX.dtype == torch.float32:
+        return functional.rms_norm(x_TX, weight_X.shape, weight_X, eps)
+    normed_TX = functional.rms_norm(x_TX.float(), weight_X.shape, None, eps)
+    return normed_TX.to(x_TX.dtype).mul_(weight_X)
+
+
+def add_rms_norm(residual_TX: Tensor, x_TX: Tensor, weight_X: Tensor, eps: float) -> Tensor:
+    return rms_norm(residual_TX.add_(x_TX), weight_X, eps)
+
+
+def silu_and_mul(gate_up_TX: Tensor) -> Tensor:
+    gate_TF, up_TF = gate_up_TX.chunk(2, dim=-1)
+    return functional.silu(gate_TF).mul_(up_TF)
+
+
+# --- rotation and the cache -------------------------------------------------------------------------------------------
+
+
+def _rotated(x_TJR: Tensor, rope_TR: Tensor) -> Tensor:
+    """A rotated copy: pairs as complex numbers, times cos + i sin."""
+    x_TJP = torch.view_as_complex(x_TJR.float().unflatten(-1, (-1, 2)).contiguous())
+    turn_T1P = torch.view_as_complex(rope_TR.unflatten(-1, (-1, 2)))[:, None]
+    return torch.view_as_real(x_TJP * turn_T1P).flatten(-2).to(x_TJR.dtype)
+
+
+def rope(x_TJX: Tensor, rope_TR: Tensor) -> None:
+    x_TJR = x_TJX[..., : rope_TR.shape[-1]]
+    x_TJR.copy_(_rotated(x_TJR, rope_TR))
+
+
+def append_latent(kv_TL: Tensor, weight_C: Tensor, eps: float, rope_TR: Tensor, slots_T: Tensor, rows_NL: Tensor) -> None:
+    c_TC, k_pe_TR = kv_TL.split([weight_C.shape[0], rope_TR.shape[-1]], dim=-1)
+    k_pe_TR = _rotated(k_pe_TR[:, None], rope_TR)[:, 0]
+    rows_NL.index_copy_(0, slots_T, torch.cat([rms_norm(c_TC, weight_C, eps), k_pe_TR], dim=-1))
+
+
+def append_index_keys(
+    k_TI: Tensor, weight_I: Tensor, bias_I: Tensor, eps: float, rope_TR: Tensor, slots_T: Tensor, keys_NI: Tensor
+) -> None:
+    key_TI = functional.layer_norm(k_TI.float(), weight_I.shape, weight_I.float(), bias_I.float(), eps).to(k_TI.dtype)
+    rope(key_TI[:, None], rope_TR)
+    keys_NI.index_copy_(0, slots_T, key_TI)
+
+
+def mla_query(q_THD: Tensor, w_uk_HUC: Tensor, rope_TR: Tensor) -> Tensor:
+    q_nope_THU, q_pe_THR = q_THD.split([w_uk_HUC.shape[1], rope_TR.shape[-1]], dim=-1)
+    q_latent_HTC = torch.bmm(q_nope_THU.transpose(0, 1), w_uk_HUC)
+    return torch.cat([q_latent_HTC.transpose(0, 1), _rotated(q_pe_THR, rope_TR)], dim=-1)
+
+
+def mla_output(o_THC: Tensor, w_uv_HVC: Tensor) -> Tensor:
+    return torch.bmm(o_THC.transpose(0, 1), w_uv_HVC.transpose(1, 2)).transpose(0, 1).flatten(1)
+
+
+# --- groups of slices -------------------------------------------------------------------------------------------------
+
+
+class Piece(NamedTuple):
+    """Consecutive tokens of one slice."""
+
+    slice: int
+    row: int
+    """Of its first token, in T."""
+    start: int
+    num_tokens: int
+
+    @property
+    def context(self) -> int:
+        return self.start + self.num_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Pieces with equally many tokens, whose products with their own cached rows are one batched product."""
+
+    rows_B: Tensor | None
+    """Rows of T, piece by piece; ``None``: all of T in order."""
+    num_pieces: int
+    positions_Gn: Tensor
+    slots_Gs: Tensor
+    """int64; behind a piece's context its last slot stands again."""
+    hidden_Gns: Tensor | None
+    """bool, the positions behind each token's own, padding included; ``None``: there are none."""
+
+    def take(self, x_TX: Tensor) -> Tensor:
+        """The group's rows [B, ...] of x."""
+        return x_TX if self.rows_B is None else x_TX.index_select(0, self.rows_B)
+
+    def gather(self, cache_NX: Tensor) -> Tensor:
+        """fp32 [G, s, X], each piece's cached rows."""
+        return functional.embedding(self.slots_Gs, cache_NX).float()
+
+
+def _split(slice_: int, row: int, start: int, num_tokens: int) -> list[Piece]:
+    """A slice as pieces of at most :data:`MAX_SCORES` pairs; a piece of one token is never split."""
+    pieces = []
+    while num_tokens > 0:
+        size = num_tokens
+        if size * (start + size) > MAX_SCORES:  # the largest n with n * (start + n) pairs
+            size = max(int(((start * start + 4 * MAX_SCORES) ** 0.5 - start) / 2), 1)
+        pieces.append(Piece(slice_, row, start, size))
+        row, start, num_tokens = row + size, start + size, num_tokens - size
+    return pieces
+
+
+def _pieces(batch: ForwardBatch) -> list[Piece]:
+    """The slices of a step, long ones split."""
+    pieces: list[Piece] = []
+    row = 0
+    for slice_, (start, num_tokens) in enumerate(zip(batch.starts, batch.num_tokens, strict=True)):
+        pieces += _split(slice_, row, start, num_tokens)
+        row += num_tokens
+    return pieces
+
+
+def _groups(batch: ForwardBatch, pieces: list[Piece]) -> list[Group]:
+    """Equal lengths together, by growing context, until a group's bounds are reached."""
+    groups: list[Group] = []
+    members: list[Piece] = []
+    for piece in sorted(pieces, key=lambda p: (p.num_tokens, p.context)):
+        if members and not _fits(piece, members):
+            groups.append(_group(batch, members))
+            members = []
+        members.append(piece)
+    if members:
+        groups.append(_group(batch, members))
+    return groups
+
+
+def _fits(piece: Piece, members: list[Piece]) -> bool:
+    shortest, count = members[0], len(members) + 1
+    return (
+        piece.num_tokens == shortest.num_tokens
+        and piece.context <= 2 * shortest.context + SPREAD
+        and count * piece.context <= MAX_GATHERED_ROWS
+        and count * piece.context * piece.num_tokens <= MAX_SCORES
+    )
+
+
+def _group(batch: ForwardBatch, members: list[Piece]) -> Group:
+    device = batch.slots_T.device
+    num_tokens, longest = members[0].num_tokens, members[-1].context
+    total = len(batch.slots_T)
+
+    rows_G = [piece.row for piece in members]
+    is_all = rows_G == list(range(0, total, num_tokens)) and len(rows_G) * num_tokens == total
+    offset_n = torch.arange(num_tokens, device=device)
+    positions_Gn = torch.tensor([piece.start for piece in members], device=device)[:, None] + offset_n
+    rows_B = None if is_all else (torch.tensor(rows_G, device=device)[:, None] + offset_n).flatten()
+
+    position_s = torch.arange(longest, device=device)
+    position_Gs = torch.minimum(position_s, positions_Gn[:, -1:])
+    slices_G = torch.tensor([piece.slice for piece in members], device=device)
+    pages_Gs = batch.page_table_SP.index_select(0, slices_G).gather(1, position_Gs // batch.page_size)
+    slots_Gs = pages_Gs.long() * batch.page_size + position_Gs % batch.page_size
+    sees_all = num_tokens == 1 and members[0].context == longest
+    hidden_Gns = None if sees_all else position_s > positions_Gn[..., None]
+    return Group(rows_B, len(members), positions_Gn, slots_Gs, hidden_Gns)
+
+
+# --- selection --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class SelectPlan:
+    width: int
+    """K"""
+    fitting: list[Group]
+    """All of whose contexts fit index_topk: every visible position is selected, unscored."""
+    scored: list[Group]
+
+
+class SelectTokens:
+    """:class:`glm5ray.kernels.interface.SelectTokens`"""
+
+    def plan(self, batch: ForwardBatch, index_topk: int) -> SelectPlan | None:
+        if max((s + n for s, n in zip(batch.starts, batch.num_tokens, strict=True)), default=0) <= index_topk:
+            return None
+        pieces = _pieces(batch)
+        fitting = _groups(batch, [piece for piece in pieces if piece.context <= index_topk])
+        scored = _groups(batch, [piece for piece in pieces if piece.context > index_topk])
+        return SelectPlan(index_topk, fitting, scored)
+
+    def run(self, plan: SelectPlan, q_TJI: Tensor, w_TJ: Tensor, keys_NI: Tensor) -> Tensor:
+        if len(plan.scored) == 1 and plan.scored[0].rows_B is None:
+            return _select(plan.scored[0], q_TJI, w_TJ, keys_NI, plan.width)
+        selected_TK = torch.full((q_TJI.shape[0], plan.width), -1, dtype=torch.int32, device=q_TJI.device)
+        for group in plan.fitting:
+            assert group.rows_B is not None, "a step with nothing to select has no plan"
+            slots_Gns = group.slots_Gs[:, None].expand(*group.positions_Gn.shape, -1)
+            if group.hidden_Gns is not None:
+                slots_Gns = slots_Gns.masked_fill(group.hidden_Gns, -1)
+            selected_TK[group.rows_B, : slots_Gns.shape[-1]] = slots_Gns.flatten(0, 1).int()
+        for group in plan.scored:
+            selected_TK[group.rows_B] = _select(group, q_TJI, w_TJ, keys_NI, plan.width)
+        return selected_TK
+
+
+def _select(group: Group, q_TJI: Tensor, w_TJ: Tensor, keys_NI: Tensor, width: int) -> Tensor:
+    """Slots int32 [B, K] of the tokens of a group whose contexts are longer than K."""
+    q_BJI, w_BJ = group.take(q_TJI).float(), group.take(w_TJ)
+    num_heads = q_BJI.shape[1]
+    dots_GXs = torch.bmm(q_BJI.reshape(group.num_pieces, -1, q_BJI.shape[-1]), group.gather(keys_NI).transpose(1, 2)).relu_()
+    score_Bs = torch.bmm(w_BJ[:, None], dots_GXs.view(-1, num_heads, dots_GXs.shape[-1]))[:, 0]
+    hidden_Bs = None if group.hidden_Gns is None else group.hidden_Gns.flatten(0, 1)
+    position_BK = _top_positions(score_Bs, hidden_Bs, width)
+    slot_Bs = group.slots_Gs if group.positions_Gn.shape[1] == 1 else group.slots_Gs.repeat_interleave(group.positions_Gn.shape[1], 0)
+    slot_BK = slot_Bs.gather(1, position_BK)
+    if hidden_Bs is not None:
+        slot_BK.masked_fill_(position_BK > group.positions_Gn.reshape(-1, 1), -1)
+    return slot_BK.int()
+
+
+def _top_positions(score_Bs: Tensor, hidden_Bs: Tensor | None, width: int) -> Tensor:
+    """Positions int64 [B, width] of the highest scores; of equal ones the lower positions; hidden ones last.
+
+    torch.topk leaves the choice between equal scores open, and relu makes many that are exactly 0. So it is given distinct integers: the
+    bits of the score, made to grow with it, above the position counted down.
+    """
+    bits_Bs = (score_Bs + 0.0).view(torch.int32)  # + 0.0: -0.0 and 0.0 are equal scores
+    bits_Bs ^= (bits_Bs >> 31) & 0x7FFFFFFF  # negative floats grow as their bits shrink
+    if hidden_Bs is not None:
+        bits_Bs.masked_fill_(hidden_Bs, -(2**31))
+    countdown_s = torch.arange(bits_Bs.shape[-1], 0, -1, device=bits_Bs.device)
+    return torch.topk((bits_Bs.long() << 32).add_(countdown_s), width, dim=-1, sorted=False).indices
+
+
+# --- attention --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionPlan:
+    dense: list[Group]
+    """Tokens that see all their positions."""
+    sparse: list[SparseRows]
+
+
+class SparseRows(NamedTuple):
+    """Tokens that see what was selected for them."""
+
+    first: int
+    last: int
+    """Rows of T, the last one excluded."""
+    is_full: bool
+    """None of them sees fewer than index_topk positions, so nothing is padded."""
+
+
+class MlaAttention:
+    """:class:`glm5ray.kernels.interface.MlaAttention`"""
+
+    def plan(self, batch: ForwardBatch, index_topk: int) -> AttentionPlan:
+        pieces = _pieces(batch)
+        dense = _groups(batch, [piece for piece in pieces if piece.context <= index_topk])
+        return AttentionPlan(dense, _sparse_rows([piece for piece in pieces if piece.context > index_topk], index_topk))
+
+    def run(
+        self, plan: AttentionPlan, q_THL: Tensor, rows_NL: Tensor, selected_TK: Tensor | None, scale: float, value_dim: int
+    ) -> Tensor:
+        if len(plan.dense) == 1 and plan.dense[0].rows_B is None:
+            return _attend_all(plan.dense[0], q_THL, rows_NL, scale, value_dim)
+        o_THC = q_THL.new_empty(*q_THL.shape[:2], value_dim)
+        for group in plan.dense:
+            o_THC[group.rows_B] = _attend_all(group, q_THL, rows_NL, scale, value_dim)
+        for first, last, is_full in plan.sparse:
+            assert selected_TK is not None, "a context longer than index_topk without a selection"
+            o_THC[first:last] = _attend_selected(q_THL[first:last], rows_NL, selected_TK[first:last], is_full, scale, value_dim)
+        return o_THC
+
+
+def _sparse_rows(pieces: list[Piece], index_topk: int) -> list[SparseRows]:
+    """Neighbouring pieces run together, then cut into chunks of bounded size."""
+    spans: list[SparseRows] = []
+    for piece in pieces:
+        span = SparseRows(piece.row, piece.row + piece.num_tokens, piece.start + 1 >= index_topk)
+        if spans and spans[-1].last == span.first and spans[-1].is_full == span.is_full:
+            span = SparseRows(spans.pop().first, span.last, span.is_full)
+        spans.append(span)
+    size = max(MAX_GATHERED_ROWS // index_topk, 1)
+    return [
+        SparseRows(first, min(first + size, span.last), span.is_full) for span in spans for first in range(span.first, span.last, size)
+    ]
+
+
+def _attend_all(group: Group, q_THL: Tensor, rows_NL: Tensor, scale: float, value_dim: int) -> Tensor:
+    """[B, H, C] over all visible positions."""
+    q_BHL = group.take(q_THL)
+    num_heads = q_BHL.shape[1]
+    rows_GsL = group.gather(rows_NL)
+    q_GXL = (q_BHL.float() * scale).reshape(group.num_pieces, -1, q_BHL.shape[-1])
+    score_GXs = torch.bmm(q_GXL, rows_GsL.transpose(1, 2))
+    if group.hidden_Gns is not None:
+        score_GXs.unflatten(1, (-1, num_heads)).masked_fill_(group.hidden_Gns[:, :, None], float("-inf"))
+    o_GXC = torch.bmm(torch.softmax(score_GXs, dim=-1), rows_GsL[..., :value_dim])
+    return o_GXC.view(-1, num_heads, value_dim).to(q_THL.dtype)
+
+
+def _attend_selected(
+    q_THL: Tensor, rows_NL: Tensor, selected_TK: Tensor, is_full: bool, scale: float, value_dim: int
+) -> Tensor:
+    """[T, H, C] over the selected slots."""
+    is_padding_TK = None
+    if not is_full:
+        is_padding_TK = selected_TK < 0
+        # a slot that the token does see stands for padding: what other slots hold, NaN perhaps, is not this sequence's matter
+        some_T1 = selected_TK.amax(-1, keepdim=True)
+        selected_TK = torch.where(is_padding_TK, some_T1, selected_TK)
+    rows_TKL = functional.embedding(selected_TK, rows_NL).float()
+    score_THK = torch.bmm(q_THL.float() * scale, rows_TKL.transpose(1, 2))
+    if is_padding_TK is not None:
+        score_THK.masked_fill_(is_padding_TK[:, None], float("-inf"))
+    return torch.bmm(torch.softmax(score_THK, dim=-1), rows_TKL[..., :value_dim]).to(q_THL.dtype)
+
+
+select_tokens = SelectTokens()
+mla_attention = MlaAttention()
+
+
+# --- experts ----------------------------------------------------------------------------------------------------------
+
+
+def route(x_TM: Tensor, gate_EM: Tensor, bias_E: Tensor, settings: RouterSettings) -> tuple[Tensor, Tensor]:
+    score_TE = functional.linear(x_TM.float(), gate_EM.float()).sigmoid_()
+    choice_TE = score_TE + bias_E
+    if settings.n_group > 1:
+        choice_TGe = choice_TE.unflatten(-1, (settings.n_group, -1))
+        group_TG = choice_TGe.topk(min(2, choice_TGe.shape[-1]), dim=-1).values.sum(-1)
+        is_out_TG = torch.ones_like(group_TG, dtype=torch.bool)
+        is_out_TG.scatter_(1, group_TG.topk(settings.topk_group, dim=-1).indices, False)
+        choice_TGe.masked_fill_(is_out_TG[..., None], float("-inf"))
+    ids_TA = torch.topk(choice_TE, settings.num_experts_per_tok, dim=-1).indices
+    weights_TA = score_TE.gather(1, ids_TA)
+    if settings.norm_topk_prob:
+        weights_TA /= weights_TA.sum(-1, keepdim=True).add_(1e-20)
+    return ids_TA, weights_TA.mul_(settings.routed_scaling_factor)
+
+
+def experts(x_TM: Tensor, ids_TA: Tensor, weights_TA: Tensor, experts: ExpertWeights) -> Tensor:
+    """Assignments sorted by expert, one product per expert that has any; then back to the order of tokens and summed."""
+    num_experts, two_F, hidden = experts.gate_up_EFM.shape
+    num_assigned = ids_TA.numel()
+    local_Z = ids_TA.flatten() - experts.first_expert
+    is_elsewhere_Z = (local_Z < 0) | (local_Z >= num_experts)
+    sorted_Z, order_Z = torch.sort(local_Z.masked_fill_(is_elsewhere_Z, num_experts), stable=True)
+    counts = torch.bincount(sorted_Z, minlength=num_experts).tolist()[:num_experts]
+
+    x_ZM = x_TM.index_select(0, order_Z // ids_TA.shape[1])
+    gate_up_ZF = x_TM.new_empty(num_assigned, two_F)
+    _grouped_product(x_ZM, experts.gate_up_EFM, counts, gate_up_ZF)
+    out_ZM = x_TM.new_zeros(num_assigned, hidden)
+    _grouped_product(silu_and_mul(gate_up_ZF), experts.down_EMF, counts, out_ZM)
+
+    place_Z = torch.empty_like(order_Z)
+    place_Z[order_Z] = torch.arange(num_assigned, device=order_Z.device)
+    out_TAM = out_ZM.index_select(0, place_Z).float().view(*ids_TA.shape, hidden)
+    return torch.bmm(weights_TA[:, None], out_TAM)[:, 0].to(x_TM.dtype)
+
+
+def _grouped_product(x_ZX: Tensor, weight_EOX: Tensor, counts: list[int], out_ZO: Tensor) -> None:
+    """Rows of x, sorted by expert, times their experts' weights; rows behind the last expert's are left alone."""
+    first = 0
+    for expert, count in enumerate(counts):
+        if count:
+            torch.mm(x_ZX[first : first + count], weight_EOX[expert].T, out=out_ZO[first : first + count])
+            first += count
