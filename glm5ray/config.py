@@ -1,8 +1,9 @@
 """Settings of the engine: frozen dataclasses, and how YAML files and ``--set`` flags become them.
 
 Sources, later ones win: the defaults here, one preset or YAML file (``--config``), ``--set section.field=value``.
-An unknown key is an error that suggests the nearest known one. A class is given the section that it needs, never the whole.
-What the checkpoint says (:mod:`glm5ray.model_config`) and what the machine allows (:class:`glm5ray.protocol.Capacity`) are other types.
+An unknown key is an error that suggests the nearest known one. A class is given the section that it needs, never the
+whole. What the checkpoint says (:mod:`glm5ray.model_config`) and what the machine allows
+(:class:`glm5ray.protocol.Capacity`) are other types.
 """
 
 from __future__ import annotations
@@ -35,7 +36,9 @@ class ModelSection:
     load_format: Literal["safetensors", "dummy"] = "safetensors"
     """dummy: random weights of the right shapes, for benchmarks."""
     norm_eps: Literal["checkpoint", "huggingface"] = "checkpoint"
-    """Epsilon of the two latent norms in MLA: the checkpoint's rms_norm_eps, as vLLM and SGLang do, or 1e-6 as transformers does."""
+    """Epsilon of the two latent norms in MLA: the checkpoint's rms_norm_eps, as vLLM and SGLang do, or 1e-6 as
+    transformers does.
+    """
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto: cuda if there is one."""
 
@@ -211,7 +214,11 @@ def _convert(hint: Any, value: Any, name: str) -> Any:
         elif isinstance(value, option) and not (option is int and isinstance(value, bool)):
             return value
         else:
-            choices.append({"int": "a whole number", "float": "a number", "bool": "true or false", "str": "a text"}[option.__name__])
+            choices.append(
+                {"int": "a whole number", "float": "a number", "bool": "true or false", "str": "a text"}[
+                    option.__name__
+                ]
+            )
     raise ConfigError(f"{name} is {value!r}; it must be {' or '.join(choices)}")
 
 

@@ -83,7 +83,7 @@ class SamplingParams:
             if value is None:
                 continue
             if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
-                bounds = f"at least {low:g}" if high == float("inf") else f"from {low:g} to {high:g}"
+                bounds = f"at least {_number(low)}" if high == _INF else f"from {_number(low)} to {_number(high)}"
                 raise RequestError(f"{name} is {value!r}; it must be a number {bounds}.", param=name)
         if not 0.0 < self.top_p <= 1.0:
             raise RequestError(f"top_p is {self.top_p}; it must be above 0 and at most 1.", param="top_p")
@@ -94,7 +94,8 @@ class SamplingParams:
             )
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise RequestError(
-                f"min_tokens is {self.min_tokens}, more than max_tokens, {self.max_tokens}; lower one or raise the other.",
+                f"min_tokens is {self.min_tokens}, more than max_tokens, {self.max_tokens}; "
+                "lower one or raise the other.",
                 param="min_tokens",
             )
         for name in ("logprobs", "prompt_logprobs"):
@@ -105,7 +106,8 @@ class SamplingParams:
         ends = {*self.stop_token_ids, *(() if self.ignore_eos else eos_token_ids)}
         if self.min_tokens > 0 and self.allowed_token_ids is not None and ends.issuperset(self.allowed_token_ids):
             raise RequestError(
-                f"allowed_token_ids has only tokens that end the output, which min_tokens, {self.min_tokens}, forbids at first.",
+                "allowed_token_ids has only tokens that end the output, "
+                f"which min_tokens, {self.min_tokens}, forbids at first.",
                 param="allowed_token_ids",
             )
         if any(not text for text in self.stop):
@@ -130,12 +132,14 @@ class SamplingParams:
 
 
 _INF = float("inf")
+_MAX_COUNT = 2**31 - 1
+"""Above any real limit, and small enough for the integer columns of a step and of the sampler."""
 _OPTIONAL_INTS = {"max_tokens", "seed", "logprobs", "prompt_logprobs"}
 _RANGES = (
-    ("max_tokens", 0, _INF),
-    ("min_tokens", 0, _INF),
+    ("max_tokens", 0, _MAX_COUNT),
+    ("min_tokens", 0, _MAX_COUNT),
     ("n", 1, 128),
-    ("top_k", -1, _INF),
+    ("top_k", -1, _MAX_COUNT),
     ("seed", -MAX_SEED - 1, MAX_SEED),
     ("logprobs", 0, _INF),
     ("prompt_logprobs", 0, _INF),
@@ -146,6 +150,10 @@ _RANGES = (
     ("presence_penalty", -2.0, 2.0),
     ("frequency_penalty", -2.0, 2.0),
 )
+
+
+def _number(bound: float) -> str:
+    return str(bound) if isinstance(bound, int) else f"{bound:g}"
 
 
 def _require_int(name: str, value: object, *, optional: bool) -> None:
@@ -160,7 +168,8 @@ def check_token_ids(param: str, token_ids: Any, vocab_size: int) -> None:
     for token_id in token_ids:
         if isinstance(token_id, bool) or not isinstance(token_id, int) or not 0 <= token_id < vocab_size:
             raise RequestError(
-                f"{param} has the token id {token_id!r}; this model's ids are whole numbers from 0 to {vocab_size - 1}.",
+                f"{param} has the token id {token_id!r}; "
+                f"this model's ids are whole numbers from 0 to {vocab_size - 1}.",
                 param=param,
             )
 
@@ -200,7 +209,7 @@ class TokenEvent(NamedTuple):
     """News of one sequence: new tokens, or its end, or both."""
 
     request_id: str
-    index: int
+    index: int  # pyright: ignore[reportIncompatibleMethodOverride] - OpenAI's name; nobody searches an event
     """Which of the request's ``n`` answers."""
     token_ids: tuple[int, ...] = ()
     finish_reason: FinishReason | None = None
@@ -243,8 +252,8 @@ class StepInput:
     """One iteration of the engine, the same for every worker.
 
     Columns ``seq_ids``, ``starts`` and ``num_tokens`` have one entry per slice. A slice that reaches the last token of
-    its sequence samples the next one; with the overlapped loop that last token may itself be the sample of the step before,
-    which only the worker knows yet.
+    its sequence samples the next one; with the overlapped loop that last token may itself be the sample of the step
+    before, which only the worker knows yet.
     """
 
     epoch: int
@@ -273,7 +282,9 @@ class StepInput:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepOutput:
-    """What a step sampled. ``seq_ids`` and ``token_ids`` are columns: the sequences whose slice ended their known tokens."""
+    """What a step sampled. ``seq_ids`` and ``token_ids`` are columns: the sequences whose slice ended their known
+    tokens.
+    """
 
     epoch: int
     step_id: int
@@ -302,7 +313,7 @@ class Capacity:
     eos_token_ids: tuple[int, ...]
 
 
-# --- wire format --------------------------------------------------------------------------------------------------------
+# --- wire format ------------------------------------------------------------------------------------------------------
 
 
 def encode_step(step: StepInput) -> bytes:
@@ -311,7 +322,7 @@ def encode_step(step: StepInput) -> bytes:
     pages = [[seq_id, len(new)] for seq_id, new in step.new_pages.items()]
     flat_pages = [page for new in step.new_pages.values() for page in new]
     columns = [_column(c) for c in (step.seq_ids, step.starts, step.num_tokens, step.dropped, flat_pages)]
-    return msgpack.packb([head, pages, columns])
+    return _pack([head, pages, columns])
 
 
 def decode_step(data: bytes) -> StepInput:
@@ -341,7 +352,7 @@ def encode_output(output: StepOutput) -> bytes:
     """The answer of rank 0."""
     rest = [output.logprobs, output.prompt_logprobs, output.failed, output.duration_s]
     head = [PROTOCOL_VERSION, output.epoch, output.step_id]
-    return msgpack.packb([head, [_column(output.seq_ids), _column(output.token_ids)], rest])
+    return _pack([head, [_column(output.seq_ids), _column(output.token_ids)], rest])
 
 
 def decode_output(data: bytes) -> StepOutput:
@@ -363,7 +374,7 @@ def decode_output(data: bytes) -> StepOutput:
 
 def encode_request(request: GenerateRequest) -> bytes:
     """For a queue or a file; see :func:`decode_request`."""
-    return msgpack.packb([PROTOCOL_VERSION, _plain(request)])
+    return _pack([PROTOCOL_VERSION, _plain(request)])
 
 
 def decode_request(data: bytes) -> GenerateRequest:
@@ -377,6 +388,12 @@ def decode_request(data: bytes) -> GenerateRequest:
         sampling=_sampling(sampling),
         priority=priority,
     )
+
+
+def _pack(message: list[Any]) -> bytes:
+    data = msgpack.packb(message)
+    assert data is not None, "packb returns None only with autoreset=False"
+    return data
 
 
 def _check_version(version: int) -> None:
