@@ -4,14 +4,15 @@ Fields have the checkpoint's own names. Traps that public checkpoints set:
 
 * ``rope_theta`` is nested in ``rope_parameters`` (GLM-5.2: 8e6); a reader of the top level alone gets a default.
 * ``head_dim`` is 64 in GLM-5, 192 in GLM-5.2, and means nothing: the rope part is ``qk_rope_head_dim``.
-* IndexShare comes as ``indexer_types``, or as ``index_topk_pattern``, or as ``index_topk_freq`` with an offset whose default
-  differs between engines; a wrong length would silently degrade answers.
+* IndexShare comes as ``indexer_types``, or as ``index_topk_pattern``, or as ``index_topk_freq`` with an offset whose
+  default differs between engines; a wrong length would silently degrade answers.
 """
 
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, field
+import math
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -73,7 +74,11 @@ class ModelConfig:
 
     @classmethod
     def from_checkpoint(cls, folder: str | Path) -> ModelConfig:
-        """Reads ``folder/config.json`` (and ``hf_quant_config.json``). Raises :class:`CheckpointError`."""
+        """Reads ``folder/config.json``, ``hf_quant_config.json`` and ``generation_config.json``, the last two if they
+        are there.
+
+        Raises :class:`CheckpointError` with the file, the field and the value.
+        """
         folder = Path(folder)
         if not folder.is_dir():
             raise CheckpointError(f"{folder} is no folder; name a checkpoint folder that holds config.json")
@@ -81,7 +86,12 @@ class ModelConfig:
         if values.get("quantization_config") is None and (folder / "hf_quant_config.json").exists():
             quantization = read_json(folder / "hf_quant_config.json").get("quantization")
             values = {**values, "quantization_config": quantization}
-        return cls.from_dict(values, where=str(folder / "config.json"))
+        config = cls.from_dict(values, where=str(folder / "config.json"))
+        generation = folder / "generation_config.json"
+        if generation.exists():
+            more = _eos_token_ids(_Reader(read_json(generation), str(generation)), config.vocab_size)
+            config = replace(config, eos_token_ids=tuple(dict.fromkeys(config.eos_token_ids + more)))
+        return config
 
     @classmethod
     def from_dict(cls, values: dict[str, Any], where: str = "config.json") -> ModelConfig:
@@ -91,7 +101,7 @@ class ModelConfig:
                 f"{where}: model_type is {values.get('model_type')!r}; this engine runs 'glm_moe_dsa' "
                 "(GLM-5, 5.1, 5.2, 5.3)"
             )
-        read = _Reader(values, where)
+        read = _Reader(_with_n_routed_experts(values, where), where)
         num_layers = read.size("num_hidden_layers")
         config = cls(
             **{name: read.size(name) for name in _SIZES},
@@ -106,9 +116,9 @@ class ModelConfig:
             rms_norm_eps=read.number("rms_norm_eps", 1e-5),
             routed_scaling_factor=read.number("routed_scaling_factor", 1.0),
             norm_topk_prob=read.flag("norm_topk_prob", True),
-            eos_token_ids=_eos_token_ids(read),
-            dtype=str(values.get("dtype") or values.get("torch_dtype") or "bfloat16"),
-            quantization=values.get("quantization_config"),
+            eos_token_ids=_eos_token_ids(read, read.size("vocab_size")),
+            dtype=str(values.get("dtype") or values.get("torch_dtype") or "bfloat16").removeprefix("torch."),
+            quantization=read.mapping("quantization_config"),
         )
         _check(config, read)
         return config
@@ -162,14 +172,20 @@ class _Reader:
 
     def number(self, name: str, default: float) -> float:
         value = self.values.get(name, default)
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            raise self.error(f"{name} is {value!r}; it must be a number")
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+            raise self.error(f"{name} is {value!r}; it must be a number above 0")
         return float(value)
 
     def flag(self, name: str, default: bool) -> bool:
         value = self.values.get(name, default)
         if not isinstance(value, bool):
             raise self.error(f"{name} is {value!r}; it must be true or false")
+        return value
+
+    def mapping(self, name: str) -> dict[str, Any] | None:
+        value = self.values.get(name)
+        if value is not None and not isinstance(value, dict):
+            raise self.error(f"{name} is {value!r}; it must be a mapping")
         return value
 
     def layer_list(self, name: str, num_layers: int, allowed: tuple[str, ...]) -> tuple[Any, ...] | None:
@@ -183,34 +199,45 @@ class _Reader:
         return tuple(value)
 
 
+def _with_n_routed_experts(values: dict[str, Any], where: str) -> dict[str, Any]:
+    """Some exports name the number of experts ``num_experts``, or give both."""
+    named = {name: values[name] for name in ("n_routed_experts", "num_experts") if values.get(name) is not None}
+    if len(set(map(repr, named.values()))) > 1:
+        raise CheckpointError(
+            f"{where}: n_routed_experts is {named['n_routed_experts']!r} but num_experts is {named['num_experts']!r}"
+        )
+    return {**values, "n_routed_experts": next(iter(named.values()), None)}
+
+
 def _rope_theta(read: _Reader) -> float:
-    nested = read.values.get("rope_parameters") or read.values.get("rope_scaling") or {}
-    if not isinstance(nested, dict):
-        raise read.error(f"rope_parameters is {nested!r}; it must be a mapping")
+    nested = read.mapping("rope_parameters") or read.mapping("rope_scaling") or {}
     kind = nested.get("rope_type", nested.get("type", "default"))
     if kind != "default":
         raise read.error(f"rope_parameters.rope_type is {kind!r}; the GLM-5 family has 'default' only")
     theta = nested.get("rope_theta", read.values.get("rope_theta"))
-    if isinstance(theta, bool) or not isinstance(theta, int | float) or theta <= 0:
+    if isinstance(theta, bool) or not isinstance(theta, int | float) or not 0 < theta < math.inf:
         raise read.error(f"rope_parameters.rope_theta is {theta!r}; it must be a number above 0")
     return float(theta)
 
 
 def _indexer_types(read: _Reader, num_layers: int) -> tuple[IndexerType, ...]:
-    """``indexer_types`` wins; else ``index_topk_pattern`` ("S": shared); else the rule of frequency and offset.
+    """``indexer_types`` wins; else ``index_topk_pattern`` (a letter a layer, "F" full or "S" shared); else frequency
+    and offset.
 
-    Layer i is full iff ``max(i - offset + 1, 0) % freq == 0``. The stored ``indexer_types`` of GLM-5.2 follow from offset 3, which
-    is taken when the field is absent (vLLM's default is 2).
+    Layer i is full iff ``max(i - offset + 1, 0) % freq == 0``. GLM-5.2 writes offset 3, from which its
+    ``indexer_types`` follow. Where the field is absent the offset is 2, as in transformers and vLLM.
     """
-    listed = read.layer_list("indexer_types", num_layers, ("full", "shared"))
+    listed: tuple[IndexerType, ...] | None = read.layer_list("indexer_types", num_layers, ("full", "shared"))
     if listed is None:
         pattern = read.values.get("index_topk_pattern")
         if pattern is not None:
-            if not isinstance(pattern, str) or len(pattern) != num_layers:
-                raise read.error(f"index_topk_pattern {pattern!r} must have one character for each of {num_layers} layers")
-            listed = tuple("shared" if c == "S" else "full" for c in pattern)
+            if not isinstance(pattern, str) or len(pattern) != num_layers or set(pattern) - {"F", "S"}:
+                raise read.error(
+                    f"index_topk_pattern is {pattern!r}; it must have an F or S for each of {num_layers} layers"
+                )
+            listed = tuple("shared" if letter == "S" else "full" for letter in pattern)
         else:
-            freq, offset = read.size("index_topk_freq", 1), read.count("index_skip_topk_offset", 3)
+            freq, offset = read.size("index_topk_freq", 1), read.count("index_skip_topk_offset", 2)
             listed = tuple("full" if max(i - offset + 1, 0) % freq == 0 else "shared" for i in range(num_layers))
     if listed[0] != "full":
         raise read.error("the first layer is 'shared' but has no full layer before it whose selection it could use")
@@ -225,12 +252,13 @@ def _mlp_layer_types(read: _Reader, num_layers: int) -> tuple[MlpType, ...]:
     return tuple("sparse" if i >= first_sparse and i % freq == 0 else "dense" for i in range(num_layers))
 
 
-def _eos_token_ids(read: _Reader) -> tuple[int, ...]:
+def _eos_token_ids(read: _Reader, vocab_size: int) -> tuple[int, ...]:
+    """Ids that the vocabulary does not have (left over in cut-down models) are dropped: they can never be sampled."""
     value = read.values.get("eos_token_id")
     ids = value if isinstance(value, list) else [] if value is None else [value]
     if any(isinstance(i, bool) or not isinstance(i, int) or i < 0 for i in ids):
         raise read.error(f"eos_token_id is {value!r}; it must be a token id or a list of them")
-    return tuple(ids)
+    return tuple(i for i in ids if i < vocab_size)
 
 
 def _check(config: ModelConfig, read: _Reader) -> None:
@@ -246,14 +274,18 @@ def _check(config: ModelConfig, read: _Reader) -> None:
             raise read.error(f"{name} is {read.values[name]!r}; GLM-5 rotates interleaved pairs")
     if config.qk_rope_head_dim % 2 or config.index_head_dim < config.qk_rope_head_dim:
         raise read.error(
-            f"qk_rope_head_dim is {config.qk_rope_head_dim}; it must be even and at most index_head_dim, {config.index_head_dim}"
+            f"qk_rope_head_dim is {config.qk_rope_head_dim}; "
+            f"it must be even and at most index_head_dim, {config.index_head_dim}"
         )
     if config.num_experts_per_tok > config.n_routed_experts:
         raise read.error(
-            f"num_experts_per_tok is {config.num_experts_per_tok}, more than n_routed_experts, {config.n_routed_experts}"
+            f"num_experts_per_tok is {config.num_experts_per_tok}; "
+            f"it must be at most n_routed_experts, {config.n_routed_experts}"
         )
     if config.n_routed_experts % config.n_group or config.topk_group > config.n_group:
-        raise read.error(f"n_group {config.n_group} and topk_group {config.topk_group} do not fit {config.n_routed_experts} experts")
+        raise read.error(
+            f"n_group {config.n_group} and topk_group {config.topk_group} do not fit {config.n_routed_experts} experts"
+        )
     if config.dtype not in ("bfloat16", "float32", "float16"):
         raise read.error(f"dtype is {config.dtype!r}; known: bfloat16, float32, float16")
 
@@ -261,13 +293,27 @@ def _check(config: ModelConfig, read: _Reader) -> None:
 def read_json(path: Path) -> dict[str, Any]:
     """A JSON object from ``path``. Raises :class:`CheckpointError` that names the file."""
     try:
-        values = json.loads(path.read_text("utf-8"))
+        values = json.loads(path.read_text("utf-8"), object_pairs_hook=unique_keys)
     except FileNotFoundError as error:
         raise CheckpointError(f"{path} is missing") from error
-    except (OSError, UnicodeDecodeError) as error:
+    except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error}") from error
-    except json.JSONDecodeError as error:
+    except (
+        ValueError,
+        RecursionError,
+    ) as error:  # bad UTF-8, bad JSON, a name twice, a number or nesting out of reason
         raise CheckpointError(f"{path} is not valid JSON: {error}") from error
     if not isinstance(values, dict):
         raise CheckpointError(f"{path} holds a {type(values).__name__}; it must be a JSON object")
+    return values
+
+
+def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """For ``json.loads(object_pairs_hook=...)``: a name that comes twice is an error and not the last value. Raises
+    ``ValueError``."""
+    values = dict(pairs)
+    if len(values) < len(pairs):
+        seen: set[str] = set()
+        twice = next(name for name, _ in pairs if name in seen or seen.add(name))
+        raise ValueError(f"{twice!r} is there twice")
     return values
