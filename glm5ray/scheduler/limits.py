@@ -60,8 +60,8 @@ class RequestLimits:
             return limit
         if prompt_len + max_tokens > limit:
             raise CapacityError(
-                f"the prompt has {prompt_len} tokens and max_tokens is {max_tokens}, together more than the {limit} that "
-                f"a sequence may have here; max_tokens may be at most {limit - prompt_len}.",
+                f"the prompt has {prompt_len} tokens and max_tokens is {max_tokens}, together more than the {limit} "
+                f"that a sequence may have here; max_tokens may be at most {limit - prompt_len}.",
                 param="max_tokens",
                 code="context_length_exceeded",
             )
@@ -85,8 +85,8 @@ class RequestLimits:
         if request.sampling.max_tokens is None:
             return num_slots + 1  # it asked for as many as possible
         raise CapacityError(
-            f"the prompt has {prompt_len} tokens, max_tokens is {request.sampling.max_tokens}, and {cache}; max_tokens may "
-            f"be at most {num_slots + 1 - prompt_len}, or raise cache.num_pages.",
+            f"the prompt has {prompt_len} tokens, max_tokens is {request.sampling.max_tokens}, and {cache}; "
+            f"max_tokens may be at most {num_slots + 1 - prompt_len}, or raise cache.num_pages.",
             param="max_tokens",
             code="context_length_exceeded",
         )

@@ -109,16 +109,16 @@ class PrefixCache:
         assert len(tokens) == self.page_size, f"{len(tokens)} tokens in a page of {self.page_size}"
         if not self.enabled or (parent != ROOT and parent not in self._nodes):
             return None
-        found = self._ids.get((parent, tokens))
-        if found is not None:
-            return found, False
+        new_id = self._last_id + 1
+        node_id = self._ids.setdefault((parent, tokens), new_id)  # one look-up: hashing the tokens is most of the cost
+        if node_id != new_id:
+            return node_id, False
         assert page not in self._node_of_page, f"page {page} is cached as node {self._node_of_page[page]} already"
         self.pool.retain((page,))
-        self._last_id += 1
-        self._nodes[self._last_id] = _Node(parent, tokens, page)
-        self._ids[parent, tokens] = self._last_id
-        self._node_of_page[page] = self._last_id
-        return self._last_id, True
+        self._last_id = new_id
+        self._nodes[new_id] = _Node(parent, tokens, page)
+        self._node_of_page[page] = new_id
+        return new_id, True
 
     def forget(self, node_ids: Iterable[int]) -> None:
         """Nobody finds these nodes again; those that are gone already are ignored. Sequences that hold their pages

@@ -127,4 +127,6 @@ class Sequence:
         prompt_len = len(self.prompt)
         if stop <= prompt_len:
             return self.prompt[start:stop]
-        return self.prompt[start:] + tuple(self.output[max(0, start - prompt_len) : stop - prompt_len])
+        if start >= prompt_len:
+            return tuple(self.output[start - prompt_len : stop - prompt_len])
+        return self.prompt[start:] + tuple(self.output[: stop - prompt_len])
