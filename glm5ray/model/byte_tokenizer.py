@@ -42,7 +42,9 @@ _CHAT_TEMPLATE = """\
 Call one as <tool_call>name<arg_key>key</arg_key><arg_value>value</arg_value></tool_call>
 {%- endif -%}
 {%- set last = namespace(user=-1) -%}
-{%- for message in messages -%}{%- if message.role == 'user' -%}{%- set last.user = loop.index0 -%}{%- endif -%}{%- endfor -%}
+{%- for message in messages -%}
+{%- if message.role == 'user' -%}{%- set last.user = loop.index0 -%}{%- endif -%}
+{%- endfor -%}
 {%- for message in messages -%}
 {%- if message.role == 'assistant' -%}
 {%- set content = text(message.content) -%}

@@ -38,7 +38,7 @@ _TORCH_DTYPES = {
     "BF16": torch.bfloat16,
     "F32": torch.float32,
 }
-"""Types that a weight's parts have; :func:`glm5ray.model.weights.match_weights` refuses others."""
+"""Types that a weight's parts have; :func:`glm5ray.model.matching.match_weights` refuses others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +53,10 @@ class TensorEntry:
     start: int
     """Byte in the file at which it begins."""
     num_bytes: int
+
+    @property
+    def element_bytes(self) -> int:
+        return DTYPE_BYTES[self.dtype]
 
     def __str__(self) -> str:
         return f"{self.name} is {self.dtype} {list(self.shape)}"

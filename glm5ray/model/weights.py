@@ -12,8 +12,6 @@ and that vectors (norms, biases) are finite. The values of matrices are not look
 from __future__ import annotations
 
 import logging
-import re
-from dataclasses import dataclass
 from difflib import get_close_matches
 from importlib import resources
 from pathlib import Path
@@ -22,58 +20,23 @@ from typing import TYPE_CHECKING
 import torch
 
 from glm5ray.errors import CheckpointError
-from glm5ray.model.name_table import (
-    Placement,
-    ShardSpec,
-    WeightSpec,
-    check_shard,
-    checkpoint_weights,
-    mtp_layers,
-    mtp_weights,
-    place_weight,
-)
-from glm5ray.model.safetensors_reader import CheckpointFiles, TensorEntry
+from glm5ray.model.matching import match_weights
+from glm5ray.model.name_table import ShardSpec, check_shard, place_weight
+from glm5ray.model.safetensors_reader import CheckpointFiles
 from glm5ray.quantization.dequantize import dequantize, find_bad_scale
-from glm5ray.quantization.formats import FLOAT_DTYPES, PART_SUFFIXES, PLAIN, StoredPart, WeightFormat, detect_format
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable
 
     from torch import Tensor
 
+    from glm5ray.model.matching import StoredWeight
+    from glm5ray.model.name_table import Placement
     from glm5ray.model_config import ModelConfig
 
-__all__ = ["ShardSpec", "load_shard", "match_weights", "resolve_checkpoint"]
+__all__ = ["ShardSpec", "load_shard", "resolve_checkpoint"]
 
 logger = logging.getLogger(__name__)
-
-_KNOWN_SKIPS = re.compile(
-    r"\.self_attn\.(\w+\.)?[kqv]_scale$"  # of an FP8 KV cache; this engine's scales are its own
-    r"|\.rotary_emb\.inv_freq$"  # follows from rope_theta
-)
-_MTP_SKIPS = ("embed_tokens.weight", "shared_head.head.weight")
-"""Copies of the model's embedding and head that some exports put into MTP layers."""
-
-
-@dataclass(frozen=True, slots=True)
-class StoredWeight:
-    """A weight, and the tensors of the checkpoint that stand for it."""
-
-    spec: WeightSpec
-    format: WeightFormat
-    parts: dict[str, TensorEntry]
-    """By suffix. A vector has one, under ``weight``."""
-
-
-@dataclass(frozen=True, slots=True)
-class MatchedWeights:
-    """A checkpoint's tensors, sorted by what they are for."""
-
-    weights: list[StoredWeight]
-    mtp: list[StoredWeight]
-    """Empty where the checkpoint has no MTP layer."""
-    skipped: list[TensorEntry]
-    """Tensors that are left out whatever is loaded."""
 
 
 def resolve_checkpoint(name: str) -> Path:
@@ -135,171 +98,29 @@ def load_shard(
         if weight.spec.parameter not in parameters:
             kind = torch.float32 if weight.spec.keep_float32 else dtype
             parameters[weight.spec.parameter] = torch.empty(place.parameter_shape, dtype=kind, device=device)
-    total = sum(_bytes_to_read(weight, place) for weight, place in placed)
-    by_place = sorted(placed, key=lambda pair: _first_part(pair[0]))
-    for i, (weight, place) in enumerate(by_place):
+    total = sum(weight.bytes_to_read(place) for weight, place in placed)
+    in_file_order = sorted(placed, key=lambda pair: (pair[0].first.file, pair[0].first.start))
+    for i, (weight, place) in enumerate(in_file_order):
         _fill(files, weight, place, parameters[weight.spec.parameter])
-        file = weight.parts["weight" if "weight" in weight.parts else "weight_packed"].file
-        if i + 1 == len(by_place) or _first_part(by_place[i + 1][0])[0] != str(file):
-            files.release(file)
+        if i + 1 == len(in_file_order) or in_file_order[i + 1][0].first.file != weight.first.file:
+            files.release(weight.first.file)
         if progress is not None:
             progress(files.bytes_read, total)
     return parameters
 
 
-def match_weights(files: CheckpointFiles, config: ModelConfig) -> MatchedWeights:
-    """Which tensors stand for which weight, from the headers. Raises :class:`CheckpointError` for any that is
-    unknown, missing or of the wrong type or shape."""
-    left = dict(files.entries)
-    weights = _match_all(files, left, checkpoint_weights(config, with_mtp=False))
-    prefixes = tuple(f"model.layers.{layer}." for layer in mtp_layers(config))
-    skipped = [entry for name, entry in left.items() if _KNOWN_SKIPS.search(name)]
-    skipped += [left[prefix + name] for prefix in prefixes for name in _MTP_SKIPS if prefix + name in left]
-    for entry in skipped:
-        del left[entry.name]
-    has_mtp = any(name.startswith(prefixes) for name in left) if prefixes else False
-    mtp = _match_all(files, left, mtp_weights(config)) if has_mtp else []
-    if left:
-        raise _unknown_tensors(list(left.values()), config)
-    return MatchedWeights(weights, mtp, skipped)
-
-
-def _match_all(files: CheckpointFiles, left: dict[str, TensorEntry], specs: Iterable[WeightSpec]) -> list[StoredWeight]:
-    """Takes the tensors of ``specs`` out of ``left``."""
-    matched, missing = [], []
-    for spec in specs:
-        weight = _match(spec, left)
-        if weight is None:
-            missing.append(spec)
-        else:
-            matched.append(weight)
-    if missing:
-        spec = missing[0]
-        more = f", and {len(missing) - 1} more" if len(missing) > 1 else ""
-        raise CheckpointError(f"{files.folder}: {spec.name} {list(spec.shape)} is missing{more}")
-    return matched
-
-
-def _match(spec: WeightSpec, left: dict[str, TensorEntry]) -> StoredWeight | None:
-    if not spec.is_linear:
-        entry = left.pop(spec.name, None)
-        if entry is None:
-            return None
-        _check_entry(entry, FLOAT_DTYPES, spec.shape)
-        return StoredWeight(spec, PLAIN, {"weight": entry})
-    found = {suffix: left[name] for suffix in PART_SUFFIXES if (name := f"{spec.module}.{suffix}") in left}
-    form = detect_format({suffix: entry.dtype for suffix, entry in found.items()})
-    if form.parts[0].suffix not in found:
-        return None
-    rows, columns = spec.shape
-    parts = {}
-    for part in form.parts:
-        if part.suffix in found:
-            _check_part(found[part.suffix], part, rows, columns)
-            parts[part.suffix] = left.pop(found[part.suffix].name)
-        elif part.required:
-            first = found[form.parts[0].suffix]
-            expected = f"{part.dtypes[0]} {list(part.shape(rows, columns))}"
-            raise CheckpointError(f"{first.file}: {first} but {spec.module}.{part.suffix}, {expected}, is missing")
-    if columns % form.block[1] and form.name.startswith("nvfp4"):
-        raise CheckpointError(
-            f"{parts[form.parts[0].suffix].file}: {spec.name} has {columns} columns, no multiple of 16"
-        )
-    return StoredWeight(spec, form, parts)
-
-
-def _check_part(entry: TensorEntry, part: StoredPart, rows: int, columns: int) -> None:
-    expected = part.shape(rows, columns)
-    if part.unit is None and entry.shape == (1,):
-        expected = (1,)
-    _check_entry(entry, part.dtypes, expected)
-
-
-def _check_entry(entry: TensorEntry, dtypes: tuple[str, ...], shape: tuple[int, ...]) -> None:
-    if entry.dtype not in dtypes or entry.shape != shape:
-        raise CheckpointError(f"{entry.file}: {entry}; expected {' or '.join(dtypes)} {list(shape)}")
-
-
-def _unknown_tensors(entries: list[TensorEntry], config: ModelConfig) -> CheckpointError:
-    entry = entries[0]
-    more = f", and {len(entries) - 1} more" if len(entries) > 1 else ""
-    hint = ""
-    layer = re.match(r"model\.layers\.(\d+)\.self_attn\.indexer\.", entry.name)
-    if layer and int(layer[1]) < config.num_hidden_layers and config.indexer_types[int(layer[1])] == "shared":
-        hint = f"; config.json says that layer {layer[1]} shares the selection of an earlier one"
-    elif entry.name.startswith(f"model.layers.{config.num_hidden_layers}."):
-        hint = f"; config.json has {config.num_hidden_layers} layers and num_nextn_predict_layers 0"
-    elif "scale" in entry.name.rpartition(".")[2]:
-        hint = "; it does not go with the type of the weight beside it"
-    return CheckpointError(f"{entry.file}: {entry}, which no part of this model is called{more}{hint}")
-
-
-def _warn_of_coarse_router(weights: list[StoredWeight]) -> None:
-    for weight in weights:
-        entry = weight.parts.get("weight")
-        if entry is not None and entry.name.endswith("e_score_correction_bias") and entry.dtype != "F32":
-            logger.warning("%s is %s; routing is as coarse as that, F32 is usual", entry.name, entry.dtype)
-            return
-
-
-def _first_part(weight: StoredWeight) -> tuple[str, int]:
-    entry = weight.parts[weight.format.parts[0].suffix]
-    return str(entry.file), entry.start
-
-
-def _bytes_to_read(weight: StoredWeight, place: Placement) -> int:
-    total = 0
-    for part in weight.format.parts:
-        if part.required:
-            entry = weight.parts[part.suffix]
-            rows, columns = _piece(weight.format, part, place, entry)
-            per_element = entry.num_bytes // max(1, _count(entry.shape))
-            total += per_element * (1 if rows is None else len(rows) * (1 if columns is None else len(columns)))
-    return total
-
-
-def _count(shape: tuple[int, ...]) -> int:
-    count = 1
-    for size in shape:
-        count *= size
-    return count
-
-
-def _piece(
-    form: WeightFormat, part: StoredPart, place: Placement, entry: TensorEntry
-) -> tuple[range | None, range | None]:
-    """Rows and columns of a stored part that the rank's piece of the weight needs, rounded out to whole blocks."""
-    if part.unit is None:
-        return None, None
-    rows = _outer(place.rows, form.block[0], part.unit[0], entry.shape[0])
-    if place.columns is None:
-        return rows, None
-    return rows, _outer(place.columns, form.block[1], part.unit[1], entry.shape[1])
-
-
-def _outer(piece: range, block: int, unit: int, size: int) -> range:
-    start = piece.start // block * block // unit
-    stop = -(-piece.stop // block) * block // unit
-    return range(start, min(stop, size))
-
-
 def _fill(files: CheckpointFiles, weight: StoredWeight, place: Placement, parameter: Tensor) -> None:
     """Reads, dequantises and copies one weight's piece to its place."""
-    form, spec = weight.format, weight.spec
-    parts = {}
-    for part in form.parts:
-        if part.required:
-            entry = weight.parts[part.suffix]
-            parts[part.suffix] = files.read(entry, *_piece(form, part, place, entry))
+    form, first = weight.format, weight.first
+    parts = {suffix: files.read(entry, rows, columns) for suffix, entry, rows, columns in weight.pieces(place)}
     fault = find_bad_scale(parts)
     if fault is not None:
         entry = weight.parts[fault[0]]
         raise CheckpointError(f"{entry.file}: {entry.name} {fault[1]}")
-    if len(spec.shape) == 1 and not bool(torch.isfinite(parts["weight"]).all()):
-        entry = weight.parts["weight"]
-        raise CheckpointError(f"{entry.file}: {entry.name} holds NaN or infinity")
+    if len(first.shape) == 1 and not bool(torch.isfinite(parts["weight"]).all()):
+        raise CheckpointError(f"{first.file}: {first.name} holds NaN or infinity")
     values = dequantize(form, parts, parameter.dtype)
-    # Blocks were read whole; the piece may begin inside one.
+    # Whole blocks were read; the piece may begin inside one.
     row_skip = place.rows.start % form.block[0]
     values = values[row_skip : row_skip + len(place.rows)]
     if place.columns is not None:
@@ -307,6 +128,15 @@ def _fill(files: CheckpointFiles, weight: StoredWeight, place: Placement, parame
         values = values[:, column_skip : column_skip + len(place.columns)]
     target = parameter if place.expert_index is None else parameter[place.expert_index]
     target[place.row_offset : place.row_offset + len(place.rows)].copy_(values)
+
+
+def _warn_of_coarse_router(weights: list[StoredWeight]) -> None:
+    for weight in weights:
+        if weight.spec.name.endswith("e_score_correction_bias") and weight.first.dtype != "F32":
+            logger.warning(
+                "%s is %s; routing is as coarse as that, F32 is usual", weight.first.name, weight.first.dtype
+            )
+            return
 
 
 def _subfolders(folder: Path) -> list[Path]:

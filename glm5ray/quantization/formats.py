@@ -68,6 +68,8 @@ class WeightFormat:
     parts: tuple[StoredPart, ...]
     block: tuple[int, int]
     """Rows and columns of the smallest piece of ``W`` that can be computed from its parts alone."""
+    columns_multiple: int = 1
+    """What the number of columns must divide by."""
 
     def stored_bytes(self, rows: int, columns: int, plain_bytes: int = 2) -> int:
         """Bytes of the parts that have to be kept for ``W``; optional ones left out."""
@@ -101,6 +103,7 @@ NVFP4 = WeightFormat(
         StoredPart("input_scale", ("F32",), None, required=False),
     ),
     (1, 16),
+    columns_multiple=16,
 )
 """As NVIDIA ModelOpt writes it. ``input_scale`` is for four-bit activations, which this engine does not have: read by
 nobody."""
@@ -114,6 +117,7 @@ NVFP4_INVERSE = WeightFormat(
         StoredPart("input_global_scale", ("F32",), None, required=False),
     ),
     (1, 16),
+    columns_multiple=16,
 )
 """As compressed-tensors writes it (``nvfp4-pack-quantized``): the global scale is the inverse and divides."""
 

@@ -1,0 +1,146 @@
+"""What each rank will hold, in bytes, before anything is allocated. From ``config.json`` alone: no weights, no torch.
+
+    plan = plan_memory(config, ShardSpec(tp_size=8), memory_bytes=int(0.93 * 97_887 * 2**20), latent="fp8_ds",
+    index="fp8", ...) plan.num_tokens
+
+All ranks of a layout hold the same number of bytes, since what is split divides evenly. The latent KV has one head,
+so every ``tp`` rank holds all of it. Workspaces and activations are not counted; leave room for them in
+``memory_bytes``.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+from glm5ray.errors import ConfigError
+from glm5ray.model.name_table import ModelPart, ShardSpec, check_shard, checkpoint_weights, place_weight
+from glm5ray.quantization.formats import PLAIN, parse_claim
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from glm5ray.model_config import ModelConfig
+
+DTYPE_SIZES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+LatentRow = Literal["float32", "bfloat16", "fp8", "fp8_ds"]
+"""How the latent and rope key of a token are kept. fp8: one byte a value, one scale for all. fp8_ds: the layout of
+DeepSeek's kernels, latent in FP8 with a float32 scale for each 128 values, rope key in bfloat16."""
+IndexRow = Literal["float32", "bfloat16", "fp8"]
+"""How the index key of a token is kept. fp8: one byte a value and a float32 scale."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WeightPlan:
+    """The weights of one rank."""
+
+    parameters_by_part: Mapping[ModelPart, int]
+    bytes_by_part: Mapping[ModelPart, int]
+
+    @property
+    def num_parameters(self) -> int:
+        return sum(self.parameters_by_part.values())
+
+    @property
+    def total_bytes(self) -> int:
+        return sum(self.bytes_by_part.values())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryPlan:
+    """The memory of one rank: weights, and pages in what they leave."""
+
+    weights: WeightPlan
+    kv_bytes_per_token: int
+    page_size: int
+    num_pages: int
+
+    @property
+    def num_tokens(self) -> int:
+        """That the pages hold."""
+        return self.num_pages * self.page_size
+
+    @property
+    def kv_bytes(self) -> int:
+        return self.num_tokens * self.kv_bytes_per_token
+
+
+def plan_weights(
+    config: ModelConfig,
+    shard: ShardSpec | None = None,
+    *,
+    dtype: str = "bfloat16",
+    with_mtp: bool = False,
+    keep_quantized: bool = False,
+) -> WeightPlan:
+    """The weights of one rank, part by part; the MTP layer is a part of its own.
+
+    They are counted as :func:`glm5ray.model.weights.load_shard` holds them, dequantised to ``dtype``; or, with
+    ``keep_quantized``, as they lie in the files, by what ``config.json`` says is quantised
+    (:class:`glm5ray.quantization.formats.QuantizationClaim`).
+    """
+    shard = shard or ShardSpec()
+    check_shard(config, shard)
+    claim = parse_claim(config.quantization)
+    parameters: Counter[ModelPart] = Counter()
+    num_bytes: Counter[ModelPart] = Counter()
+    for spec in checkpoint_weights(config, with_mtp=with_mtp):
+        place = place_weight(spec, config, shard)
+        if place is None:
+            continue
+        part = ModelPart.MTP if spec.is_mtp else spec.part
+        rows, columns = len(place.rows), 1 if place.columns is None else len(place.columns)
+        form = claim.format_of(spec.module) if keep_quantized and spec.is_linear else PLAIN
+        size = DTYPE_SIZES["float32" if spec.keep_float32 else dtype]
+        parameters[part] += rows * columns
+        num_bytes[part] += form.stored_bytes(rows, columns, plain_bytes=size)
+    return WeightPlan(parameters_by_part=parameters, bytes_by_part=num_bytes)
+
+
+def kv_bytes_per_token(config: ModelConfig, *, latent: LatentRow, index: IndexRow, with_mtp: bool = False) -> int:
+    """Bytes that one token takes in the caches of all layers: a latent row in each, an index key in those that select
+    for themselves. The MTP layer has both."""
+    num_mtp = config.num_nextn_predict_layers if with_mtp else 0
+    latent_bytes = (config.num_hidden_layers + num_mtp) * _latent_row_bytes(config, latent)
+    size = 1 if index == "fp8" else DTYPE_SIZES[index]
+    index_bytes = config.index_head_dim * size + (4 if index == "fp8" else 0)
+    return latent_bytes + (config.num_full_index_layers + num_mtp) * index_bytes
+
+
+def plan_memory(
+    config: ModelConfig,
+    shard: ShardSpec,
+    *,
+    memory_bytes: int,
+    page_size: int,
+    dtype: str = "bfloat16",
+    latent: LatentRow = "bfloat16",
+    index: IndexRow = "bfloat16",
+    with_mtp: bool = False,
+    keep_quantized: bool = False,
+) -> MemoryPlan:
+    """How many pages there are beside the weights in ``memory_bytes`` of one rank.
+
+    Raises :class:`ConfigError` if not even one fits.
+    """
+    weights = plan_weights(config, shard, dtype=dtype, with_mtp=with_mtp, keep_quantized=keep_quantized)
+    per_token = kv_bytes_per_token(config, latent=latent, index=index, with_mtp=with_mtp)
+    num_pages = (memory_bytes - weights.total_bytes) // (per_token * page_size)
+    if num_pages < 1:
+        raise ConfigError(
+            f"the weights of a rank take {weights.total_bytes / 2**30:.2f} GiB and a page of {page_size} tokens "
+            f"{per_token * page_size / 2**20:.2f} MiB; the {memory_bytes / 2**30:.2f} GiB of memory do not hold both: "
+            "use more ranks, or fewer bytes a weight"
+        )
+    return MemoryPlan(weights=weights, kv_bytes_per_token=per_token, page_size=page_size, num_pages=num_pages)
+
+
+def _latent_row_bytes(config: ModelConfig, latent: LatentRow) -> int:
+    lora, rope = config.kv_lora_rank, config.qk_rope_head_dim
+    if latent == "fp8":
+        return lora + rope
+    if latent == "fp8_ds":
+        return lora + -(-lora // 128) * 4 + 2 * rope
+    return (lora + rope) * DTYPE_SIZES[latent]
