@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections import Counter, deque
 from typing import TYPE_CHECKING
 
-from tests.builders import make_capacity
-from tests.scheduler.client_record import ClientRecord
 from glm5ray.config import SchedulerSection
 from glm5ray.errors import RequestError
 from glm5ray.protocol import FinishReason, GenerateRequest, SamplingParams, decode_step, encode_step
 from glm5ray.scheduler.scheduler import Scheduler
+from tests.builders import make_capacity
+from tests.scheduler.client_record import ClientRecord
 from tests.scheduler.shadow_worker import ShadowWorker
 
 if TYPE_CHECKING:

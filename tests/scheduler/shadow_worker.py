@@ -1,7 +1,7 @@
 """A worker that computes nothing and believes nothing: the oracle of the scheduler's tests.
 
-It keeps, for every slot of the cache, which exact token prefix a real KV cache would hold there, and checks for each slice that
-every position it reads holds the prefix of its own sequence. What it samples is a pure function.
+It keeps, for every slot of the cache, which exact token prefix a real KV cache would hold there, and checks for each
+slice that every position it reads holds the prefix of its own sequence. What it samples is a pure function.
 """
 
 from __future__ import annotations
@@ -52,7 +52,8 @@ class ShadowWorker:
         self._poisoned: set[int] = set()
 
     def execute(self, step: StepInput, *, fails: Callable[[str, int, int], bool] = lambda *_: False) -> StepOutput:
-        """Checks the step and answers it; ``fails`` says of (request_id, index, position) whether its numbers go wrong."""
+        """Checks the step and answers it; ``fails`` says of (request_id, index, position) whether its numbers go
+        wrong."""
         self._apply(step)
         self._check_shape(step)
         written: dict[int, int] = {}
@@ -63,7 +64,8 @@ class ShadowWorker:
         return self._sample(step, fails)
 
     def poison(self, seq_id: int) -> None:
-        """The scheduler knows now that this sequence failed: from here on nobody may read what it wrote through the cache."""
+        """The scheduler knows now that this sequence failed: from here on nobody may read what it wrote through the
+        cache."""
         self._poisoned |= {slot for slot, writer in enumerate(self._writers) if writer == seq_id}
 
     def _apply(self, step: StepInput) -> None:

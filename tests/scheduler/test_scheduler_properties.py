@@ -1,5 +1,5 @@
-"""Any sequence of calls keeps the scheduler's promises: the cache that a slice reads holds its own prefix, budgets hold, pages are
-free or owned, each client sees the model's tokens once and in order, and everything ends."""
+"""Any sequence of calls keeps the scheduler's promises: the cache that a slice reads holds its own prefix, budgets
+hold, pages are free or owned, each client sees the model's tokens once and in order, and everything ends."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from random import Random
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+
 from tests.scheduler.random_run import RandomRun
 
 
