@@ -27,6 +27,8 @@ MAX_SCORES = 2**17
 """Pairs of query token and cached position at once; times heads, of fp32: 33 MB for GLM-5."""
 SPREAD = 64
 """Contexts in a group are at most twice its shortest and this many more; so padding at most about doubles the work."""
+MAX_PADDED = 128
+"""Rows of the busiest expert up to which all experts are padded to it; beyond, one product is large enough for all threads."""
 
 
 # --- projections and norms --------------------------------------------------------------------------------------------
@@ -337,6 +339,7 @@ def _attend_selected(
     q_THL: Tensor, rows_NL: Tensor, selected_TK: Tensor, is_full: bool, scale: float, value_dim: int
 ) -> Tensor:
     """[T, H, C] over the selected slots."""
+    selected_TK = selected_TK.long()  # gathering by int32 takes ten times as long
     is_padding_TK = None
     if not is_full:
         is_padding_TK = selected_TK < 0
@@ -374,30 +377,54 @@ def route(x_TM: Tensor, gate_EM: Tensor, bias_E: Tensor, settings: RouterSetting
 
 
 def experts(x_TM: Tensor, ids_TA: Tensor, weights_TA: Tensor, experts: ExpertWeights) -> Tensor:
-    """Assignments sorted by expert, one product per expert that has any; then back to the order of tokens and summed."""
-    num_experts, two_F, hidden = experts.gate_up_EFM.shape
-    num_assigned = ids_TA.numel()
-    local_Z = ids_TA.flatten() - experts.first_expert
-    is_elsewhere_Z = (local_Z < 0) | (local_Z >= num_experts)
-    sorted_Z, order_Z = torch.sort(local_Z.masked_fill_(is_elsewhere_Z, num_experts), stable=True)
-    counts = torch.bincount(sorted_Z, minlength=num_experts).tolist()[:num_experts]
+    """Z: assignments in order of tokens, T * A of them. Y: those to experts of this rank, sorted by expert."""
+    num_experts = experts.gate_up_EFM.shape[0]
+    expert_Z = ids_TA.flatten() - experts.first_expert
+    elsewhere_Z = (expert_Z < 0) | (expert_Z >= num_experts)
+    sorted_Z, order_Z = torch.sort(expert_Z.masked_fill_(elsewhere_Z, num_experts), stable=True)
+    counts_E = torch.bincount(sorted_Z, minlength=num_experts)[:num_experts]
+    counts = counts_E.tolist()
+    num_here, busiest = sum(counts), max(counts)
+    if num_here == 0:
+        return torch.zeros_like(x_TM)
 
-    x_ZM = x_TM.index_select(0, order_Z // ids_TA.shape[1])
-    gate_up_ZF = x_TM.new_empty(num_assigned, two_F)
-    _grouped_product(x_ZM, experts.gate_up_EFM, counts, gate_up_ZF)
-    out_ZM = x_TM.new_zeros(num_assigned, hidden)
-    _grouped_product(silu_and_mul(gate_up_ZF), experts.down_EMF, counts, out_ZM)
+    order_Y = order_Z[:num_here]
+    x_YM = x_TM.index_select(0, order_Y // ids_TA.shape[1])
+    if busiest <= MAX_PADDED and num_experts * busiest <= 2 * num_here:
+        first_E = counts_E.cumsum(0) - counts_E
+        place_Y = torch.arange(num_here, device=x_TM.device) - (first_E - torch.arange(num_experts, device=x_TM.device) * busiest).index_select(0, sorted_Z[:num_here])
+        out_XM = _padded_experts(x_YM, place_Y, busiest, experts)
+    else:
+        place_Y = torch.arange(num_here, device=x_TM.device)
+        out_XM = _experts_one_by_one(x_YM, counts, experts)
+    place_Z = torch.zeros_like(order_Z).index_copy_(0, order_Y, place_Y)
+    out_ZM = out_XM.index_select(0, place_Z)
+    if num_here < len(order_Z):
+        out_ZM.masked_fill_(elsewhere_Z[:, None], 0)
+    return torch.bmm(weights_TA[:, None], out_ZM.float().view(*ids_TA.shape, -1))[:, 0].to(x_TM.dtype)
 
-    place_Z = torch.empty_like(order_Z)
-    place_Z[order_Z] = torch.arange(num_assigned, device=order_Z.device)
-    out_TAM = out_ZM.index_select(0, place_Z).float().view(*ids_TA.shape, hidden)
-    return torch.bmm(weights_TA[:, None], out_TAM)[:, 0].to(x_TM.dtype)
+
+def _padded_experts(x_YM: Tensor, place_Y: Tensor, busiest: int, experts: ExpertWeights) -> Tensor:
+    """[E * busiest, M]: all experts in one batched product, each with as many rows as the busiest; threads share it without waiting
+    for each other at every expert. Row y goes to ``place[y]``."""
+    num_experts, hidden = experts.gate_up_EFM.shape[0], x_YM.shape[1]
+    x_EnM = x_YM.new_zeros(num_experts * busiest, hidden).index_copy_(0, place_Y, x_YM).view(num_experts, busiest, hidden)
+    hidden_EnF = silu_and_mul(torch.bmm(x_EnM, experts.gate_up_EFM.transpose(1, 2)))
+    return torch.bmm(hidden_EnF, experts.down_EMF.transpose(1, 2)).view(-1, hidden)
 
 
-def _grouped_product(x_ZX: Tensor, weight_EOX: Tensor, counts: list[int], out_ZO: Tensor) -> None:
-    """Rows of x, sorted by expert, times their experts' weights; rows behind the last expert's are left alone."""
+def _experts_one_by_one(x_YM: Tensor, counts: list[int], experts: ExpertWeights) -> Tensor:
+    """[Y, M]: a product per expert that has rows."""
+    gate_up_YF = x_YM.new_empty(len(x_YM), experts.gate_up_EFM.shape[1])
+    _products(x_YM, experts.gate_up_EFM, counts, gate_up_YF)
+    out_YM = torch.empty_like(x_YM)
+    _products(silu_and_mul(gate_up_YF), experts.down_EMF, counts, out_YM)
+    return out_YM
+
+
+def _products(x_YX: Tensor, weight_EOX: Tensor, counts: list[int], out_YO: Tensor) -> None:
     first = 0
     for expert, count in enumerate(counts):
         if count:
-            torch.mm(x_ZX[first : first + count], weight_EOX[expert].T, out=out_ZO[first : first + count])
+            torch.mm(x_YX[first : first + count], weight_EOX[expert].T, out=out_YO[first : first + count])
             first += count
