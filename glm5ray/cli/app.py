@@ -1,0 +1,62 @@
+"""The ``glm5ray`` command: parses, builds and calls; what it does lies in the packages below.
+
+Everything heavy is imported inside the commands, so that ``glm5ray --help`` stays quick.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from importlib.metadata import PackageNotFoundError, version
+from typing import Annotated
+
+import typer
+
+from glm5ray.cli import bench, check, evaluate, generate, run_batch, weights
+from glm5ray.errors import Glm5RayError
+
+app = typer.Typer(
+    name="glm5ray",
+    help='Inference for the GLM-5 family. Start with: glm5ray generate "Hello"',
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+)
+app.command("run-batch")(run_batch.run_batch_command)
+app.command("generate")(generate.generate_command)
+app.command("check")(check.check_command)
+app.add_typer(weights.app, name="weights")
+app.add_typer(bench.app, name="bench")
+app.add_typer(evaluate.app, name="eval")
+
+
+@app.callback()
+def _settings(
+    log_level: Annotated[
+        str, typer.Option("--log-level", metavar="LEVEL", help="debug, info, warning or error.")
+    ] = "warning",
+) -> None:
+    level = logging.getLevelNamesMapping().get(log_level.upper())
+    if level is None:
+        raise typer.BadParameter(f"{log_level!r} is not one of debug, info, warning, error", param_hint="--log-level")
+    logging.basicConfig(level=level, format="%(asctime)s %(levelname)s %(name)s %(message)s", stream=sys.stderr)
+
+
+@app.command("version")
+def version_command() -> None:
+    """Print the version."""
+    try:
+        typer.echo(version("glm5ray"))
+    except PackageNotFoundError:  # a checkout that was not installed
+        typer.echo("unknown (not installed)")
+
+
+def main() -> None:
+    """Entry point. Our own errors are one line on standard error and exit status 1, wrong usage 2, Ctrl-C 130."""
+    try:
+        app()
+    except Glm5RayError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(1)

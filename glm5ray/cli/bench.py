@@ -1,0 +1,81 @@
+"""``glm5ray bench``."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import typer
+
+from glm5ray.cli import options
+
+app = typer.Typer(help="Measure the scheduler, or the whole engine in this process.", no_args_is_help=True)
+
+
+def _numbers(text: str, name: str) -> tuple[int, ...]:
+    try:
+        numbers = tuple(int(part) for part in text.split(","))
+    except ValueError:
+        numbers = ()
+    if not numbers or min(numbers) < 1:
+        raise typer.BadParameter(f"{text!r} is not a list of whole numbers above 0, as 1,8,32", param_hint=name)
+    return numbers
+
+
+def _print_row(row: dict[str, Any]) -> None:
+    typer.echo("  ".join(f"{name} {value}" for name, value in row.items()), err=True)
+
+
+@app.command("scheduler")
+def scheduler_command(
+    num_seqs: Annotated[str, typer.Option("--num-seqs", help="Numbers of sequences.")] = "64,256,1024,2048",
+    json_output: options.Json = False,
+) -> None:
+    """Cost of schedule() and update() with many sequences decoding, without a model.
+
+    \b
+    Example:
+      glm5ray bench scheduler --json
+    """
+    from glm5ray.bench.scheduler import run_scheduler_bench
+
+    report = run_scheduler_bench(_numbers(num_seqs, "--num-seqs"))
+    for row in report["results"]:
+        _print_row(row)
+    if json_output:
+        options.print_json(report)
+
+
+@app.command("offline")
+def offline_command(
+    model: options.Model = None,
+    config: options.Config = None,
+    overrides: options.Set = None,
+    concurrency: Annotated[str, typer.Option("--concurrency", help="Numbers of prompts at once.")] = "1,8,32,64",
+    prompt_tokens: Annotated[int, typer.Option("--prompt-tokens", min=1)] = 64,
+    new_tokens: Annotated[int, typer.Option("--new-tokens", min=1)] = 64,
+    repetitions: Annotated[int, typer.Option("--repetitions", min=1, help="Of each point; medians count.")] = 3,
+    seed: Annotated[int, typer.Option("--seed", help="Of the prompts.")] = 0,
+    json_output: options.Json = False,
+) -> None:
+    """Throughput of the whole engine by concurrency: random prompts, greedy, all at once.
+
+    \b
+    Examples:
+      glm5ray bench offline
+      glm5ray bench offline --model runs/tiny --concurrency 1,8,32,64 --json
+    """
+    settings = options.engine_config(model, config, overrides)
+
+    from glm5ray.bench.offline import run_offline_bench
+
+    report = run_offline_bench(
+        settings,
+        concurrency=_numbers(concurrency, "--concurrency"),
+        prompt_tokens=prompt_tokens,
+        new_tokens=new_tokens,
+        repetitions=repetitions,
+        seed=seed,
+        on_row=_print_row,
+    )
+    if json_output:
+        options.print_json(report)

@@ -1,0 +1,45 @@
+"""Options that several commands share, and how they become settings."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from glm5ray.config import load_config
+
+if TYPE_CHECKING:
+    from glm5ray.config import EngineConfig
+
+Model = Annotated[
+    str | None, typer.Option("--model", "-m", help="Checkpoint folder, or nano, the model inside the package.")
+]
+Config = Annotated[
+    str | None, typer.Option("--config", "-c", help="A preset's name or a YAML file; see docs/batch.md.")
+]
+Set = Annotated[
+    list[str] | None, typer.Option("--set", "-s", metavar="SECTION.FIELD=VALUE", help="Change one setting; repeatable.")
+]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object as the last line.")]
+
+
+def engine_config(model: str | None, config: str | None, overrides: list[str] | None) -> EngineConfig:
+    """Defaults, then ``--config``, then ``--set``, then ``--model``."""
+    settings = load_config(config, overrides or ())
+    if model is None:
+        return settings
+    return replace(settings, model=replace(settings.model, path=model))
+
+
+def model_names(config: EngineConfig, more: list[str] | None = None) -> tuple[str, ...]:
+    """What requests may call the model: its path, the folder's name, and ``--served-model-name``."""
+    path = config.model.path
+    return tuple(dict.fromkeys([*(more or ()), path, Path(path).name]))
+
+
+def print_json(values: dict[str, Any]) -> None:
+    """One line on standard output."""
+    typer.echo(json.dumps(values, ensure_ascii=False))

@@ -1,0 +1,96 @@
+"""``glm5ray run-batch``."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from glm5ray.cli import options
+
+
+def run_batch_command(
+    source: Annotated[
+        str, typer.Argument(metavar="INPUT", help="Batch file, one request a line; - for standard input.")
+    ],
+    output: Annotated[Path, typer.Option("--output", "-o", help="File for the answers, one line for each request.")],
+    model: options.Model = None,
+    config: options.Config = None,
+    overrides: options.Set = None,
+    error_file: Annotated[
+        Path | None, typer.Option("--error-file", help="Write failed lines here instead of among the answers.")
+    ] = None,
+    served_model_name: Annotated[
+        list[str] | None, typer.Option("--served-model-name", help="A further name that requests may call the model.")
+    ] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on where an earlier run stopped.")] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the output if it exists.")] = False,
+    json_output: options.Json = False,
+) -> None:
+    """Answer every line of a batch file in OpenAI's format.
+
+    Lines of /v1/chat/completions and /v1/completions are answered in the order in which they finish. A line that
+    cannot be served becomes an error line; the others go on. After Ctrl-C the same command with --resume does the rest.
+
+    \b
+    Examples:
+      glm5ray run-batch examples/prompts.jsonl -o answers.jsonl
+      glm5ray run-batch in.jsonl -o out.jsonl --model /models/GLM-5.2 --set scheduler.max_num_seqs=256
+      cat in.jsonl | glm5ray run-batch - -o out.jsonl --error-file errors.jsonl
+    """
+    settings = options.engine_config(model, config, overrides)
+
+    from glm5ray.cli.progress import ProgressBar, batch_progress, load_progress
+    from glm5ray.jobs.batch_file import BatchInterrupted, check_paths, run_batch
+    from glm5ray.jobs.lines import count_lines
+
+    stream = sys.stdin.buffer if source == "-" else Path(source)
+    check_paths(stream, [output, *([error_file] if error_file else [])], resume=resume, overwrite=overwrite)
+    total = count_lines(stream) if isinstance(stream, Path) and stream.is_file() else None
+
+    from glm5ray.engine.llm import LLM
+
+    with ProgressBar(f"loading {settings.model.path}", None, "MiB") as bar:
+        llm = LLM(config=settings, progress=load_progress(bar))
+    try:
+        with llm, ProgressBar("run-batch", total, "lines") as bar:
+            summary = run_batch(
+                stream,
+                output,
+                llm,
+                model_names=options.model_names(settings, served_model_name),
+                error_file=error_file,
+                resume=resume,
+                overwrite=overwrite,
+                max_logprobs=settings.scheduler.max_logprobs,
+                progress=batch_progress(bar),
+            )
+    except BatchInterrupted as interrupt:
+        done = interrupt.summary.total
+        typer.echo(f"interrupted: {done} lines are done in {output}; --resume does the others", err=True)
+        raise typer.Exit(130) from interrupt
+    typer.echo(
+        f"{output}: {summary.completed} answered, {summary.failed} failed"
+        + (f", {summary.resumed} done before" if summary.resumed else "")
+        + f"; {summary.prompt_tokens} prompt and {summary.output_tokens} output tokens in {summary.seconds:.1f} s"
+        f" ({summary.output_tokens_per_s:.1f} output tokens/s)",
+        err=json_output,
+    )
+    if summary.failed:
+        typer.echo(f"the failed lines say why in {error_file or output}", err=True)
+    if json_output:
+        options.print_json(
+            {
+                "output": str(output),
+                "total": summary.total,
+                "completed": summary.completed,
+                "failed": summary.failed,
+                "resumed": summary.resumed,
+                "prompt_tokens": summary.prompt_tokens,
+                "output_tokens": summary.output_tokens,
+                "seconds": round(summary.seconds, 3),
+                "output_tokens_per_s": round(summary.output_tokens_per_s, 2),
+            }
+        )
