@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from glm5ray.errors import ConfigError
-from glm5ray.model.name_table import ModelPart, ShardSpec, check_shard, checkpoint_weights, place_weight
+from glm5ray.model.name_table import ModelPart, ShardSpec, check_shard, checkpoint_weights, local_experts, place_weight
 from glm5ray.quantization.formats import PLAIN, parse_claim
 
 if TYPE_CHECKING:
@@ -86,16 +86,17 @@ def plan_weights(
     claim = parse_claim(config.quantization)
     parameters: Counter[ModelPart] = Counter()
     num_bytes: Counter[ModelPart] = Counter()
-    for spec in checkpoint_weights(config, with_mtp=with_mtp):
+    experts = local_experts(config, shard)
+    for spec in checkpoint_weights(config, with_mtp=with_mtp, experts=experts[:1]):
         place = place_weight(spec, config, shard)
-        if place is None:
-            continue
+        assert place is not None, f"{spec.name} is not of the rank {shard}"
+        count = len(experts) if spec.expert is not None else 1
         part = ModelPart.MTP if spec.is_mtp else spec.part
         rows, columns = len(place.rows), 1 if place.columns is None else len(place.columns)
         form = claim.format_of(spec.module) if keep_quantized and spec.is_linear else PLAIN
         size = DTYPE_SIZES["float32" if spec.keep_float32 else dtype]
-        parameters[part] += rows * columns
-        num_bytes[part] += form.stored_bytes(rows, columns, plain_bytes=size)
+        parameters[part] += count * rows * columns
+        num_bytes[part] += count * form.stored_bytes(rows, columns, plain_bytes=size)
     return WeightPlan(parameters_by_part=parameters, bytes_by_part=num_bytes)
 
 

@@ -106,21 +106,25 @@ class Placement:
     """First row within the parameter (or within its expert)."""
 
 
-def checkpoint_weights(config: ModelConfig, *, with_mtp: bool) -> Iterator[WeightSpec]:
-    """Every weight that the checkpoint of ``config`` must hold, in the order of the forward pass."""
+def checkpoint_weights(config: ModelConfig, *, with_mtp: bool, experts: range | None = None) -> Iterator[WeightSpec]:
+    """Every weight that the checkpoint of ``config`` must hold, in the order of the forward pass; of the routed
+    experts those in ``experts``, None for all."""
+    experts = range(config.n_routed_experts) if experts is None else experts
     vocabulary = (config.vocab_size, config.hidden_size)
     yield WeightSpec("model.embed_tokens.weight", vocabulary, ModelPart.EMBEDDING, "rows")
     for layer in range(config.num_hidden_layers):
         has_indexer = config.indexer_types[layer] == "full"
-        yield from _decoder_layer(config, layer, has_indexer, config.mlp_layer_types[layer] == "sparse")
+        routed = experts if config.mlp_layer_types[layer] == "sparse" else None
+        yield from _decoder_layer(config, layer, has_indexer, routed)
     yield WeightSpec("model.norm.weight", (config.hidden_size,), ModelPart.NORM)
     yield WeightSpec("lm_head.weight", vocabulary, ModelPart.HEAD, "rows")
     if with_mtp:
-        yield from mtp_weights(config)
+        yield from mtp_weights(config, experts=experts)
 
 
-def mtp_weights(config: ModelConfig) -> Iterator[WeightSpec]:
+def mtp_weights(config: ModelConfig, *, experts: range | None = None) -> Iterator[WeightSpec]:
     """The MTP layers' weights: a sparse decoder layer with an indexer of its own, and what joins it to the model."""
+    experts = range(config.n_routed_experts) if experts is None else experts
     hidden = config.hidden_size
     for layer in mtp_layers(config):
         prefix = f"model.layers.{layer}"
@@ -128,7 +132,7 @@ def mtp_weights(config: ModelConfig) -> Iterator[WeightSpec]:
             yield WeightSpec(f"{prefix}.{name}.weight", (hidden,), ModelPart.NORM, is_mtp=True)
         shape = (hidden, 2 * hidden)
         yield WeightSpec(f"{prefix}.eh_proj.weight", shape, ModelPart.MTP, is_linear=True, is_mtp=True)
-        yield from _decoder_layer(config, layer, has_indexer=True, is_sparse=True)
+        yield from _decoder_layer(config, layer, has_indexer=True, experts=experts)
 
 
 def mtp_layers(config: ModelConfig) -> range:
@@ -141,11 +145,17 @@ def parameter_shapes(
 ) -> dict[str, tuple[tuple[int, ...], bool]]:
     """``{parameter: (shape, keep_float32)}`` of everything that a rank holds, in the order of the forward pass."""
     shapes = {}
-    for spec in checkpoint_weights(config, with_mtp=with_mtp):
+    first_expert = local_experts(config, shard)[:1]
+    for spec in checkpoint_weights(config, with_mtp=with_mtp, experts=first_expert):
         place = place_weight(spec, config, shard)
-        if place is not None:
-            shapes.setdefault(spec.parameter, (place.parameter_shape, spec.keep_float32))
+        assert place is not None, f"{spec.name} is not of the rank {shard}"
+        shapes.setdefault(spec.parameter, (place.parameter_shape, spec.keep_float32))
     return shapes
+
+
+def local_experts(config: ModelConfig, shard: ShardSpec) -> range:
+    """The routed experts that a rank holds, or holds columns of."""
+    return _share(config.n_routed_experts, shard.ep_rank, shard.ep_size)
 
 
 def place_weight(spec: WeightSpec, config: ModelConfig, shard: ShardSpec) -> Placement | None:
@@ -153,16 +163,16 @@ def place_weight(spec: WeightSpec, config: ModelConfig, shard: ShardSpec) -> Pla
     tp_rank, tp_size = shard.tp_rank, shard.tp_size
     expert_index, num_local_experts = None, 0
     if spec.expert is not None:
-        num_local_experts = config.n_routed_experts // shard.ep_size
-        expert_index = spec.expert - shard.ep_rank * num_local_experts
-        if not 0 <= expert_index < num_local_experts:
+        experts = local_experts(config, shard)
+        if spec.expert not in experts:
             return None
+        expert_index, num_local_experts = experts.index(spec.expert), len(experts)
         if shard.ep_size > 1:
             tp_rank, tp_size = 0, 1
-    rows = _share(spec.shape[0], tp_rank, tp_size if spec.split == "rows" else 1)
+    rows = _share(spec.shape[0], tp_rank, tp_size) if spec.split == "rows" else range(spec.shape[0])
     if len(spec.shape) == 1:
         return Placement(rows, None, (len(rows),), None, 0)
-    columns = _share(spec.shape[1], tp_rank, tp_size if spec.split == "columns" else 1)
+    columns = _share(spec.shape[1], tp_rank, tp_size) if spec.split == "columns" else range(spec.shape[1])
     shape: tuple[int, ...] = (len(rows) if spec.half is None else 2 * len(rows), len(columns))
     if expert_index is not None:
         shape = (num_local_experts, *shape)
@@ -192,7 +202,8 @@ def _share(size: int, rank: int, num_ranks: int) -> range:
     return range(rank * share, (rank + 1) * share)
 
 
-def _decoder_layer(config: ModelConfig, layer: int, has_indexer: bool, is_sparse: bool) -> Iterator[WeightSpec]:
+def _decoder_layer(config: ModelConfig, layer: int, has_indexer: bool, experts: range | None) -> Iterator[WeightSpec]:
+    """``experts`` is None for a dense layer."""
     prefix, is_mtp = f"model.layers.{layer}", layer >= config.num_hidden_layers
     hidden = (config.hidden_size,)
     yield WeightSpec(f"{prefix}.input_layernorm.weight", hidden, ModelPart.NORM, is_mtp=is_mtp)
@@ -200,10 +211,10 @@ def _decoder_layer(config: ModelConfig, layer: int, has_indexer: bool, is_sparse
     if has_indexer:
         yield from _indexer(config, f"{prefix}.self_attn.indexer", is_mtp)
     yield WeightSpec(f"{prefix}.post_attention_layernorm.weight", hidden, ModelPart.NORM, is_mtp=is_mtp)
-    if is_sparse:
-        yield from _moe(config, f"{prefix}.mlp", is_mtp)
-    else:
+    if experts is None:
         yield from _mlp(config, f"{prefix}.mlp", config.intermediate_size, ModelPart.DENSE_MLP, is_mtp)
+    else:
+        yield from _moe(config, f"{prefix}.mlp", experts, is_mtp)
 
 
 def _attention(config: ModelConfig, prefix: str, is_mtp: bool) -> Iterator[WeightSpec]:
@@ -246,7 +257,7 @@ def _mlp(config: ModelConfig, prefix: str, width: int, part: ModelPart, is_mtp: 
     yield WeightSpec(f"{prefix}.down_proj.weight", down, part, "columns", is_linear=True, is_mtp=is_mtp)
 
 
-def _moe(config: ModelConfig, prefix: str, is_mtp: bool) -> Iterator[WeightSpec]:
+def _moe(config: ModelConfig, prefix: str, experts: range, is_mtp: bool) -> Iterator[WeightSpec]:
     num_experts, hidden, width = config.n_routed_experts, config.hidden_size, config.moe_intermediate_size
     for name, shape in (("weight", (num_experts, hidden)), ("e_score_correction_bias", (num_experts,))):
         yield WeightSpec(f"{prefix}.gate.{name}", shape, ModelPart.ROUTER, keep_float32=True, is_mtp=is_mtp)
@@ -254,7 +265,7 @@ def _moe(config: ModelConfig, prefix: str, is_mtp: bool) -> Iterator[WeightSpec]
         shared_width = width * config.n_shared_experts
         yield from _mlp(config, f"{prefix}.shared_experts", shared_width, ModelPart.SHARED_EXPERTS, is_mtp)
     gate_up, down = f"{prefix}.experts.gate_up_proj", f"{prefix}.experts.down_proj"
-    for expert in range(num_experts):
+    for expert in experts:
         for spec in _mlp(config, f"{prefix}.experts.{expert}", width, ModelPart.ROUTED_EXPERTS, is_mtp):
             if spec.split == "rows":
                 half = 0 if spec.name.endswith("gate_proj.weight") else 1
