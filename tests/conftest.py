@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from typing import TYPE_CHECKING
+
+# before anything imports torch: two OpenMP threads on a machine whose cores are busy spin for each other, up to twenty times slower than one
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
 import tokenizers

@@ -189,13 +189,15 @@ class LLM:
 
     def _has_room(self, sink: _Sink) -> bool:
         """Enough waits that the scheduler can always fill a step, and no more; results are handed on before more is read."""
+        if self._dead is not None:
+            return len(sink.results) < 256  # nothing runs any more; each request fails at once
         running = self.config.scheduler.max_num_seqs
         return self._core.scheduler.num_unfinished < running + min(running, 256) and len(sink.results) < 256
 
     def _prepare(self, request_id: str, prompt: Prompt, params: SamplingParams) -> GenerateRequest | RequestFailure:
         if isinstance(prompt, str):
             token_ids = tuple(self.tokenizer.encode(prompt))
-        elif isinstance(prompt, Sequence):
+        elif isinstance(prompt, Sequence) and not isinstance(prompt, bytes | bytearray):
             token_ids = tuple(prompt)
         else:
             error = RequestError(f"a prompt is {prompt!r}; it must be a text or a list of token ids.", param="prompt")

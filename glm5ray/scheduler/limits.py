@@ -28,7 +28,11 @@ class RequestLimits:
         fit.
         """
         self._check_prompt(request.prompt_token_ids)
-        request.sampling.validate(vocab_size=self._capacity.vocab_size, max_logprobs=self._max_logprobs)
+        request.sampling.validate(
+            vocab_size=self._capacity.vocab_size,
+            max_logprobs=self._max_logprobs,
+            eos_token_ids=self._capacity.eos_token_ids,
+        )
         if isinstance(request.priority, bool) or not isinstance(request.priority, int):
             raise RequestError(f"priority is {request.priority!r}; it must be a whole number.", param="priority")
         max_len = self._check_length(len(request.prompt_token_ids), request.sampling.max_tokens)
