@@ -1,0 +1,196 @@
+"""The command as a user meets it: files, messages, exit status, no tracebacks."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from glm5ray.cli.app import main
+from glm5ray.config import load_config, preset_names
+from glm5ray.model.tiny import write_tiny
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("models") / "tiny"
+    write_tiny(folder)
+    return folder
+
+
+class Outcome:
+    """Exit status and output of one command."""
+
+    def __init__(self, status: int, out: str, err: str) -> None:
+        self.status, self.out, self.err = status, out, err
+
+    @property
+    def last_json(self) -> Any:
+        return json.loads(self.out.splitlines()[-1])
+
+
+@pytest.fixture
+def glm5ray(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Any:
+    """Calls the entry point in this process, as the installed script does."""
+
+    def call(*arguments: object) -> Outcome:
+        monkeypatch.setattr(sys, "argv", ["glm5ray", *map(str, arguments)])
+        status: Any = 0
+        try:
+            main()
+        except SystemExit as end:
+            status = end.code or 0
+        captured = capsys.readouterr()
+        assert "Traceback" not in captured.err
+        return Outcome(status, captured.out, captured.err)
+
+    return call
+
+
+def batch(path: Path, count: int, **body: Any) -> Path:
+    body = {"prompt": "abc", "max_tokens": 3, "temperature": 0, **body}
+    lines = [{"custom_id": str(i), "method": "POST", "url": "/v1/completions", "body": body} for i in range(count)]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return path
+
+
+# --- run-batch --------------------------------------------------------------------------------------------------------
+
+
+def test_run_batch(glm5ray: Any, tmp_path: Path, tiny: Path) -> None:
+    source, output = batch(tmp_path / "in.jsonl", 5, model="tiny"), tmp_path / "out.jsonl"
+    done = glm5ray("run-batch", source, "-o", output, "--model", tiny, "--json")
+    assert done.status == 0, done.err
+    assert done.last_json["completed"] == 5
+    assert done.last_json["output"] == str(output)
+    assert done.last_json["output_tokens"] <= 15
+    lines = [json.loads(line) for line in output.read_text().splitlines()]
+    assert {line["custom_id"] for line in lines} == set("01234")
+    assert len({line["response"]["body"]["choices"][0]["text"] for line in lines}) == 1
+    again = glm5ray("run-batch", source, "-o", output, "--model", tiny)
+    assert again.status == 1
+    assert (
+        again.err
+        == f"error: {output} exists; continue it with --resume, replace it with --overwrite, or name another file\n"
+    )
+    resumed = glm5ray("run-batch", source, "-o", output, "--model", tiny, "--resume", "--json")
+    assert (resumed.status, resumed.last_json["resumed"]) == (0, 5)
+
+
+def test_failed_lines_are_announced(glm5ray: Any, tmp_path: Path, tiny: Path) -> None:
+    source, output = batch(tmp_path / "in.jsonl", 2, model="gpt-5"), tmp_path / "out.jsonl"
+    done = glm5ray("run-batch", source, "-o", output, "-m", tiny, "--error-file", tmp_path / "errors.jsonl")
+    assert done.status == 0
+    assert "2 failed" in done.out
+    assert "errors.jsonl" in done.err
+    assert output.read_text() == ""
+    renamed = glm5ray("run-batch", source, "-o", output, "-m", tiny, "--overwrite", "--served-model-name", "gpt-5")
+    assert "2 answered, 0 failed" in renamed.out
+
+
+def test_ctrl_c_leaves_whole_lines(tmp_path: Path, tiny: Path) -> None:
+    source, output = batch(tmp_path / "in.jsonl", 2000, max_tokens=100, ignore_eos=True), tmp_path / "out.jsonl"
+    arguments = ["run-batch", str(source), "-o", str(output), "-m", str(tiny), "-s", "scheduler.max_num_seqs=4"]
+    code = "from glm5ray.cli.app import main; main()"
+    with subprocess.Popen([sys.executable, "-c", code, *arguments], stderr=subprocess.PIPE, text=True) as process:
+        deadline = time.monotonic() + 120
+        while not (output.exists() and output.stat().st_size) and time.monotonic() < deadline:
+            assert process.poll() is None
+            time.sleep(0.05)
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=120)
+    data = output.read_bytes()
+    assert data.endswith(b"\n")
+    num_done = len([json.loads(line) for line in data.splitlines()])
+    assert process.returncode == 130, err
+    assert f"interrupted: {num_done} lines are done in {output}; --resume does the others" in err
+    assert "Traceback" not in err
+
+
+# --- the others -------------------------------------------------------------------------------------------------------
+
+
+def test_generate_streams_the_text(glm5ray: Any, tiny: Path) -> None:
+    arguments = ("generate", "abc", "--raw", "--model", tiny, "--max-tokens", 5)
+    first, second = glm5ray(*arguments), glm5ray(*arguments)
+    assert first.status == 0, first.err
+    assert first.out == second.out
+    assert first.out.endswith("\n")
+
+
+@pytest.mark.parametrize("format", ["bf16", "fp8", "nvfp4"])
+def test_weights(glm5ray: Any, tmp_path: Path, format: str) -> None:
+    assert glm5ray("weights", "tiny", tmp_path / "m", "--format", format, "--style", "glm5.2").status == 0
+    shown = glm5ray("weights", "inspect", tmp_path / "m", "--tp", 2)
+    assert "one rank of tp 2" in shown.out
+    report = glm5ray("weights", "inspect", tmp_path / "m", "--json").last_json
+    assert report["quantization"] == {"bf16": "plain", "fp8": "fp8-block", "nvfp4": "nvfp4"}[format]
+    assert glm5ray("weights", "tiny", tmp_path / "m").err.startswith("error: ")
+
+
+def test_check(glm5ray: Any, tiny: Path) -> None:
+    shown = glm5ray("check", "--model", tiny, "--config", "cpu-nano", "--set", "kernels.mla_attention=reference")
+    assert shown.status == 0, shown.err
+    assert "page_size: 16" in shown.out
+    assert "pages of 16 tokens" in shown.out
+    report = glm5ray("check", "--model", tiny, "--config", "cpu-nano", "--json").last_json
+    assert report["config"]["scheduler"] == load_config("cpu-nano").to_dict()["scheduler"]
+    assert report["memory"]["num_pages"] > 0
+    assert {entry["op"] for entry in report["kernels"]} >= {"mla_attention", "experts"}
+
+
+@pytest.mark.parametrize("preset", preset_names())
+def test_check_plans_for_hardware_that_is_not_here(glm5ray: Any, tiny: Path, preset: str) -> None:
+    shown = glm5ray(
+        "check", "--model", tiny, "--config", preset, "--set", "parallel.tp_size=2", "--memory-gib", 96, "--json"
+    )
+    assert shown.status == 0, shown.err
+    assert shown.last_json["memory"]["kv_bytes"] < 96 * 2**30
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "part"),
+    [
+        (["run-batch", "a", "--outptu", "b"], 2, "--output"),
+        (["genrate"], 2, "Did you mean 'generate'?"),
+        (["check", "--set", "cache.pagesize=3"], 1, "did you mean 'cache.page_size'?"),
+        (["check", "--config", "cpu-nan"], 1, "did you mean 'cpu-nano'?"),
+        (["check", "--model", "no-such-model"], 1, "no checkpoint folder no-such-model"),
+        (["run-batch", "no.jsonl", "-o", "out.jsonl"], 1, "no.jsonl does not exist"),
+        (["weights", "inspect", "no-such-model"], 1, "no checkpoint folder"),
+        (["weights", "tiny", "x", "--format", "nvfp5"], 1, "format is 'nvfp5'"),
+        (["bench", "offline", "--concurrency", "1,x"], 2, "whole numbers above 0"),
+        (["--log-level", "loud", "version"], 2, "loud"),
+    ],
+)
+def test_mistakes_end_with_one_clear_message(
+    glm5ray: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str], status: int, part: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    done = glm5ray(*arguments)
+    assert done.status == status
+    assert part in done.err
+    assert status == 2 or (done.err.startswith("error: ") and done.err.count("\n") == 1)
+
+
+def test_every_command_has_an_example(glm5ray: Any) -> None:
+    for name in (
+        "run-batch",
+        "generate",
+        "check",
+        "weights inspect",
+        "weights tiny",
+        "bench offline",
+        "bench scheduler",
+        "eval nano",
+    ):
+        shown = glm5ray(*name.split(), "--help")
+        assert f"    glm5ray {name}" in shown.out, name

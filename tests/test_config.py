@@ -1,0 +1,111 @@
+"""Settings: every preset loads, every mistake is named with its remedy."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import inspect
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from glm5ray import config as config_module
+from glm5ray.config import EngineConfig, config_from_dict, field_names, load_config, preset_names
+from glm5ray.errors import ConfigError
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+@pytest.mark.parametrize("name", preset_names())
+def test_every_preset_loads(name: str) -> None:
+    settings = load_config(name)
+    assert settings != EngineConfig()
+    assert config_from_dict(settings.to_dict()) == settings
+
+
+def test_presets_are_in_the_package() -> None:
+    assert preset_names() == ["cpu-nano", "h200-x1", "h200-x2", "rtx-pro-6000-x8"]
+
+
+def test_later_sources_win(tmp_path: Path) -> None:
+    path = tmp_path / "x.yaml"
+    path.write_text("cache: {page_size: 16, num_pages: 5}\nscheduler: {overlap: false}\n")
+    settings = load_config(path, ["cache.page_size=32", "kernels.default=reference", "scheduler.max_model_len=auto"])
+    assert (settings.cache.page_size, settings.cache.num_pages) == (32, 5)
+    assert settings.scheduler.overlap is False
+    assert settings.kernels == {"default": "reference"}
+    (tmp_path / "empty.yaml").write_text("")
+    assert load_config(tmp_path / "empty.yaml") == EngineConfig() == load_config()
+
+
+def test_every_field_is_documented() -> None:
+    """A text stands below each field of a section; that is what ``docs`` and readers see."""
+    tree = ast.parse(inspect.getsource(config_module))
+    sections = [node for node in tree.body if isinstance(node, ast.ClassDef) and node.name.endswith("Section")]
+    assert {section.name for section in sections} >= {"ModelSection", "CacheSection", "SchedulerSection"}
+    for section in sections:
+        for here, below in zip(section.body, [*section.body[1:], ast.Pass()], strict=True):
+            if isinstance(here, ast.AnnAssign):
+                assert isinstance(below, ast.Expr), f"{section.name}.{ast.unparse(here.target)} has no text below it"
+
+
+@pytest.mark.parametrize(
+    ("values", "parts"),
+    [
+        ({"cahce": {}}, ["unknown setting cahce", "did you mean 'cache'"]),
+        ({"cache": {"pagesize": 1}}, ["unknown setting cache.pagesize", "did you mean 'cache.page_size'"]),
+        ({"page_size": 1}, ["unknown setting page_size", "cache.page_size"]),
+        ({"cache": 3}, ["cache is 3", "mapping"]),
+        ({"cache": {"page_size": "many"}}, ["cache.page_size is 'many'", "whole number"]),
+        ({"cache": {"page_size": True}}, ["cache.page_size is True", "whole number"]),
+        ({"cache": {"page_size": 0}}, ["cache.page_size is 0", "above 0"]),
+        ({"cache": {"num_pages": "all"}}, ["cache.num_pages is 'all'", "'auto'"]),
+        ({"cache": {"memory_fraction": 1.5}}, ["cache.memory_fraction is 1.5", "at most 1"]),
+        ({"cache": {"prefix_caching": 1}}, ["cache.prefix_caching is 1", "true or false"]),
+        ({"scheduler": {"policy": "lifo"}}, ["scheduler.policy is 'lifo'", "'fcfs'", "'priority'"]),
+        ({"scheduler": {"max_skips": -1}}, ["scheduler.max_skips is -1"]),
+        ({"kernels": {"mla_attention": 3}}, ["kernels is", "provider names"]),
+        ({"model": {"path": 3}}, ["model.path is 3", "a text"]),
+    ],
+)
+def test_mistakes_are_named(values: dict[str, Any], parts: list[str]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        config_from_dict(values)
+    assert all(part in str(caught.value) for part in parts), caught.value
+
+
+@pytest.mark.parametrize(
+    ("override", "part"),
+    [
+        ("cache.page_size", "not of the form"),
+        ("=3", "not of the form"),
+        ("cache..x=3", "not of the form"),
+        ("cache.page_size.x=3", "must be a whole number"),
+        ("cache.page_size=[1", "not valid YAML"),
+        ("cache.pagesize=3", "did you mean 'cache.page_size'"),
+    ],
+)
+def test_bad_overrides(override: str, part: str) -> None:
+    with pytest.raises(ConfigError, match=None) as caught:
+        load_config(None, [override])
+    assert part in str(caught.value)
+
+
+def test_bad_files(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="did you mean 'cpu-nano'"):
+        load_config("cpu-nan")
+    with pytest.raises(ConfigError, match="cannot read the config file"):
+        load_config(tmp_path / "no.yaml")
+    for text, part in (("[1, 2]", "must be a mapping"), ("a: [", "not valid YAML"), ("\udcff", "cannot read")):
+        path = tmp_path / "bad.yaml"
+        path.write_text(text, errors="surrogateescape")
+        with pytest.raises(ConfigError, match=part):
+            load_config(path)
+
+
+def test_settings_do_not_change() -> None:
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        EngineConfig().cache.page_size = 3  # type: ignore[misc]
+    assert "scheduler.max_num_seqs" in field_names()
+    assert EngineConfig().scheduler.max_num_seqs == 2048
