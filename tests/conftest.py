@@ -6,7 +6,8 @@ import os
 import sys
 from typing import TYPE_CHECKING
 
-# before anything imports torch: two OpenMP threads on a machine whose cores are busy spin for each other, up to twenty times slower than one
+# Before anything imports torch: on a machine whose cores are busy, two OpenMP threads spin for each other, and a test
+# takes up to twenty times as long as with one.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
