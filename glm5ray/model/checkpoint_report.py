@@ -73,9 +73,9 @@ class CheckpointReport:
     tp_size: int
     ep_size: int
     rank_bytes_stored: int
-    """Of one rank's part, as it lies in the files; MTP not counted."""
+    """Of rank 0's part, as it lies in the files; MTP not counted. Others differ at most by the edges of FP8 blocks."""
     rank_bytes_loaded: int
-    """Of one rank's part, dequantised to the checkpoint's type; MTP not counted."""
+    """Of any rank's part, dequantised to the checkpoint's type; MTP not counted."""
 
     @property
     def has_mtp(self) -> bool:

@@ -13,6 +13,7 @@ import json
 import math
 import mmap
 import os
+import warnings
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeGuard
 
@@ -191,11 +192,14 @@ class CheckpointFiles:
         if file not in self._maps:
             try:
                 with file.open("rb") as handle:
-                    # Private and copy-on-write: torch warns of a buffer that it may not write to.
-                    mapped = mmap.mmap(handle.fileno(), 0, access=mmap.ACCESS_COPY)
+                    mapped = mmap.mmap(handle.fileno(), 0, access=mmap.ACCESS_READ)
             except (OSError, ValueError) as error:
                 raise CheckpointError(f"{file} cannot be mapped: {error}") from error
-            self._maps[file] = mapped, torch.frombuffer(mapped, dtype=torch.uint8)
+            with warnings.catch_warnings():
+                # torch warns of memory that it may not write to. A private, writable map would count as memory that
+                # is used: one of more than the machine has is refused.
+                warnings.simplefilter("ignore", UserWarning)
+                self._maps[file] = mapped, torch.frombuffer(mapped, dtype=torch.uint8)
         return self._maps[file]
 
 
