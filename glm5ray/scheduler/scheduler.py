@@ -42,10 +42,10 @@ OLDEST_EVERY = 16
 So a request ages with the admissions around it, needs no clock, and starts at the latest when the requests older than
 it have had their turns."""
 
-SEQUENCES_PER_SPARE_PAGE = 4
-"""Admission leaves one page available for so many running sequences. Decodes then grow by a quarter page each, while
-some of them end, before one must be preempted; a preemption costs a whole prefill, a page left empty for a while
-costs little."""
+SPARE_SHARE = 8
+"""Admission leaves pages available for an eighth of what the running sequences may still come to need, but for at least a
+quarter page and at most two pages for each of them. They grow while some of them end: with less room many are preempted,
+each at the price of a prefill; with much more of it the batch is small. Measured in docs/scheduler.md."""
 
 MAX_STEPS_IN_FLIGHT = 2
 
@@ -163,6 +163,8 @@ class Scheduler:
         self._decodes = DecodeBatch(page_size)
         self._flights: deque[_Flight] = deque()
         self._dropped: list[int] = []
+        self._may_grow = 0
+        """Pages that running sequences would come to need beyond those they hold, if all went to their limits."""
         self._admission_may_succeed = True
 
     def __repr__(self) -> str:
@@ -211,6 +213,7 @@ class Scheduler:
                 request=request,
                 index=index,
                 max_len=max_len,
+                page_size=self._capacity.page_size,
                 stop_ids=stop_ids,
                 priority=priority,
             )
@@ -303,6 +306,7 @@ class Scheduler:
         opening = self._decodes.opening_page(step_id)
         while len(opening) > self._cache.num_available:
             self._preempt_one()
+        self._may_grow -= len(opening)
         new_pages = {}
         for seq, page in zip(opening, self._cache.allocate(len(opening)), strict=True):
             seq.pages.append(page)
@@ -343,29 +347,33 @@ class Scheduler:
         if not self._admission_may_succeed:
             return
         places = self._max_running - self.num_running
+        max_skips = self._config.max_skips
         passed: list[Sequence] = []
-        while budget > 0 and places > 0:
-            is_turn_of_oldest = (
-                self._config.policy == "priority" and self._num_admissions % OLDEST_EVERY == OLDEST_EVERY - 1
-            )
-            seq = self._waiting.pop(oldest=is_turn_of_oldest and not passed)
-            new = self._try_start(seq, self._max_running - places) if seq is not None else None
-            if seq is None or new is None:
-                if seq is not None:
-                    passed.append(seq)
-                    if seq.num_passes < self._config.max_skips and len(passed) <= self._config.max_skips:
-                        continue
-                self._admission_may_succeed = not passed  # until pages come back or another sequence arrives
+        while budget > 0 and places > 0 and len(passed) <= max_skips:
+            if any(seq.num_passes >= max_skips for seq in passed):
                 break
+            seq = self._waiting.pop(oldest=self._is_turn_of_oldest() and not passed)
+            if seq is None:
+                break
+            new = self._try_start(seq, self._max_running - places)
+            if new is None:
+                passed.append(seq)
+                continue
             for other in passed:
                 other.num_passes += 1
-            places -= 1
             chunk = _next_chunk(seq, budget)
+            places -= 1
             budget -= chunk.num_tokens
             chunks.append(chunk)
             new_sequences.append(new)
         for seq in passed:
             self._waiting.push(seq)
+        # If pages were all that was missing, it is no use to look again before some come back or another sequence
+        # arrives.
+        self._admission_may_succeed = not passed or budget == 0 or places == 0
+
+    def _is_turn_of_oldest(self) -> bool:
+        return self._config.policy == "priority" and self._num_admissions % OLDEST_EVERY == OLDEST_EVERY - 1
 
     def _try_start(self, seq: Sequence, num_running: int) -> NewSequence | None:
         """Gives a waiting sequence the pages of all its tokens, cached ones first, or leaves everything as it was.
@@ -374,7 +382,7 @@ class Scheduler:
         """
         page_size = self._capacity.page_size
         num_tokens = seq.num_tokens
-        spare = -(-num_running // SEQUENCES_PER_SPARE_PAGE)
+        spare = min(max(self._may_grow // SPARE_SHARE, -(-num_running // 4)), 2 * num_running)
         available = self._cache.num_available - spare
         if seq.pages_wanted > available:
             return None
@@ -400,6 +408,7 @@ class Scheduler:
             self._prefix_query_tokens += num_tokens
             self._prefix_hit_tokens += seq.num_scheduled
         seq.pages = pages + self._cache.allocate(num_missing)
+        self._may_grow += seq.max_pages - len(seq.pages)
         seq.num_passes = 0
         self._prefilling.append(seq)
         self._num_admissions += 1
@@ -608,6 +617,7 @@ class Scheduler:
     def _give_back(self, seq: Sequence) -> None:
         """Pages to the pool; the workers forget the sequence with the next step."""
         self._cache.release(seq.pages)
+        self._may_grow -= seq.max_pages - len(seq.pages)
         self._dropped.append(seq.seq_id)
         self._admission_may_succeed = True
         self._forget_pages(seq)
@@ -664,10 +674,15 @@ class Scheduler:
         assert len(parked) == self._num_parked, f"{len(parked)} parked, {self._num_parked} counted"
         assert self.num_running <= self._max_running, f"{self.num_running} run, at most {self._max_running} may"
         self._waiting.check()
+        for seq in self._waiting.sequences():
+            assert seq.num_passes <= self._config.max_skips, f"{seq!r} was passed {seq.num_passes} times"
         self._decodes.check(self._next_step_id)
         for seq in self._live.values():
             self._check_pages_of(seq)
         self._cache.check([seq.pages for seq in self._live.values()])
+        running = [seq for seq in self._live.values() if seq.pages]
+        may_grow = sum(seq.max_pages - len(seq.pages) for seq in running)
+        assert may_grow == self._may_grow, f"running sequences may grow by {may_grow} pages, counted {self._may_grow}"
         of_requests = sorted(seq.seq_id for seqs in self._requests.values() for seq in seqs)
         assert of_requests == sorted(self._live), f"requests hold {of_requests}, alive are {sorted(self._live)}"
         stop_ids = Counter(token for seq in self._live.values() for token in seq.stop_ids)

@@ -38,6 +38,7 @@ class Sequence:
         "last_node",
         "last_step",
         "max_len",
+        "max_pages",
         "num_cached_tokens",
         "num_chained",
         "num_passes",
@@ -64,6 +65,7 @@ class Sequence:
         request: GenerateRequest,
         index: int,
         max_len: int,
+        page_size: int,
         stop_ids: frozenset[int],
         priority: int,
     ) -> None:
@@ -76,6 +78,7 @@ class Sequence:
         self.priority = priority
         self.max_len = max_len
         """Most tokens, prompt and output."""
+        self.max_pages = -(-self.max_slots // page_size)
         self.stop_ids = stop_ids
         self.output: list[int] = []
         self.state = State.WAITING
