@@ -8,11 +8,11 @@ install_into_venv ""
 
 mkdir -p runs
 say "glm5ray run-batch examples/prompts.jsonl -o runs/answers.jsonl"
-.venv/bin/glm5ray run-batch examples/prompts.jsonl -o runs/answers.jsonl --overwrite "$@"
+summary=$(.venv/bin/glm5ray run-batch examples/prompts.jsonl -o runs/answers.jsonl --overwrite "$@")
 
 say "some of the answers"
 .venv/bin/python scripts/show_answers.py examples/prompts.jsonl runs/answers.jsonl --first 8
 
 say "done"
-echo "all answers: $(pwd)/runs/answers.jsonl"
-echo "more:        .venv/bin/glm5ray --help, docs/batch.md"
+echo "more:    .venv/bin/glm5ray --help, README.md, docs/batch.md"
+echo "answers: $PWD/$summary"

@@ -30,7 +30,7 @@ install_into_venv() {
   wanted=$(cat pyproject.toml constraints.txt | cksum)
   if [ "$(cat "$stamp" 2>/dev/null)" != "$wanted" ]; then
     say "installing glm5ray${extra:+ with what its ${extra}s need} (versions of constraints.txt)"
-    .venv/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".${extra:+[$extra]}"
+    .venv/bin/python -m pip install --disable-pip-version-check -c constraints.txt -e ".${extra:+[$extra]}"
     printf '%s\n' "$wanted" >"$stamp"
   fi
 }
