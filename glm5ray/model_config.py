@@ -144,6 +144,11 @@ _SIZES = (
 )
 
 
+MAX_SIZE = 2**31 - 1
+MAX_LAYERS = 10_000
+"""Above these a field is damage and not a size; what loops over layers must not be asked for billions."""
+
+
 class _Reader:
     """Typed look-ups in ``config.json`` whose errors name the file, the field and the value."""
 
@@ -162,6 +167,9 @@ class _Reader:
             return default
         if isinstance(value, bool) or not isinstance(value, int) or value < 0:
             raise self.error(f"{name} is {value!r}; it must be a whole number")
+        most = MAX_LAYERS if name in ("num_hidden_layers", "num_nextn_predict_layers") else MAX_SIZE
+        if value > most:
+            raise self.error(f"{name} is {value}; it must be at most {most}")
         return value
 
     def size(self, name: str, default: int | None = None) -> int:
@@ -292,6 +300,8 @@ def _check(config: ModelConfig, read: _Reader) -> None:
 
 def read_json(path: Path) -> dict[str, Any]:
     """A JSON object from ``path``. Raises :class:`CheckpointError` that names the file."""
+    if path.exists() and not path.is_file():
+        raise CheckpointError(f"{path} is no regular file")
     try:
         values = json.loads(path.read_text("utf-8"), object_pairs_hook=unique_keys)
     except FileNotFoundError as error:

@@ -26,6 +26,7 @@ _KNOWN_SKIPS = re.compile(
     r"\.self_attn\.(\w+\.)?[kqv]_scale$"  # of an FP8 KV cache; this engine's scales are its own
     r"|\.rotary_emb\.inv_freq$"  # follows from rope_theta
 )
+_MAX_MISSING = 100_000
 _MTP_SKIPS = ("embed_tokens.weight", "shared_head.head.weight")
 """Copies of the model's embedding and head that some exports put into MTP layers."""
 
@@ -100,14 +101,15 @@ def _match_all(files: CheckpointFiles, left: dict[str, TensorEntry], specs: Iter
     matched, missing = [], []
     for spec in specs:
         weight = _match(spec, left)
-        if weight is None:
-            missing.append(spec)
-        else:
+        if weight is not None:
             matched.append(weight)
+            continue
+        missing.append(spec)
+        if len(missing) > _MAX_MISSING:  # a damaged config may ask for billions of experts
+            break
     if missing:
         spec = missing[0]
-        more = f", and {len(missing) - 1} more" if len(missing) > 1 else ""
-        raise CheckpointError(f"{files.folder}: {spec.name} {list(spec.shape)} is missing{more}")
+        raise CheckpointError(f"{files.folder}: {spec.name} {list(spec.shape)} is missing{_and_more(len(missing) - 1)}")
     return matched
 
 
@@ -153,7 +155,6 @@ def _check_entry(entry: TensorEntry, dtypes: tuple[str, ...], shape: tuple[int, 
 
 def _unknown_tensors(entries: list[TensorEntry], config: ModelConfig) -> CheckpointError:
     entry = entries[0]
-    more = f", and {len(entries) - 1} more" if len(entries) > 1 else ""
     hint = ""
     layer = re.match(r"model\.layers\.(\d+)\.self_attn\.indexer\.", entry.name)
     if layer and int(layer[1]) < config.num_hidden_layers and config.indexer_types[int(layer[1])] == "shared":
@@ -162,7 +163,13 @@ def _unknown_tensors(entries: list[TensorEntry], config: ModelConfig) -> Checkpo
         hint = f"; config.json has {config.num_hidden_layers} layers and num_nextn_predict_layers 0"
     elif "scale" in entry.name.rpartition(".")[2]:
         hint = "; it does not go with the type of the weight beside it"
-    return CheckpointError(f"{entry.file}: {entry}, which no part of this model is called{more}{hint}")
+    return CheckpointError(
+        f"{entry.file}: {entry}, which no part of this model is called{_and_more(len(entries) - 1)}{hint}"
+    )
+
+
+def _and_more(others: int) -> str:
+    return f", and {others} more" if others else ""
 
 
 def _outer(piece: range, block: int, unit: int, size: int) -> range:

@@ -65,6 +65,8 @@ class TensorEntry:
 
 def read_header(path: Path) -> dict[str, TensorEntry]:
     """The tensors of one safetensors file. Reads the header alone. Raises :class:`CheckpointError`."""
+    if path.exists() and not path.is_file():
+        raise CheckpointError(f"{path} is no regular file")
     try:
         with path.open("rb") as file:
             file_bytes = os.fstat(file.fileno()).st_size
