@@ -38,9 +38,7 @@ class RequestError(Glm5RayError):
     ``status`` the HTTP status that a server answers with.
     """
 
-    def __init__(
-        self, message: str, *, param: str | None = None, code: str | None = None, status: int = 400
-    ) -> None:
+    def __init__(self, message: str, *, param: str | None = None, code: str | None = None, status: int = 400) -> None:
         super().__init__(message)
         self.message = message
         self.param = param

@@ -1,14 +1,17 @@
 #!/usr/bin/env python3
-"""Output tokens per second of this engine beside transformers' ``generate``, same weights, same prompts, same machine, one run.
+"""Output tokens per second of this engine beside transformers' ``generate``, same weights, same prompts, same machine,
+one run.
 
     .venv/bin/python scripts/bench_vs_transformers.py --out docs/experiments/0002-cpu-throughput.json
 
-The model is tiny and random, in fp32: what is compared is the engines' overhead and their CPU arithmetic. Repetitions of the two are
-interleaved. Prompts have equal lengths, which is transformers' best case: it pads nothing. The last line is one JSON object.
+The model is tiny and random, in fp32: what is compared is the engines' overhead and their CPU arithmetic. Repetitions
+of the two are interleaved. Prompts have equal lengths, which is transformers' best case: it pads nothing. The last line
+is one JSON object.
 
-That both compute the same is checked first, on the same sizes but with index_topk above the length. In the measured model the indexer has
-four heads, and a position at which all four are below zero scores exactly 0: many positions tie, the two break ties
-differently (here the lower position wins; transformers leaves it to topk), and random weights turn that into other tokens.
+That both compute the same is checked first, on the same sizes but with index_topk above the length. In the measured
+model the indexer has four heads, and a position at which all four are below zero scores exactly 0: many positions tie,
+the two break ties differently (here the lower position wins; transformers leaves it to topk), and random weights turn
+that into other tokens.
 """
 
 from __future__ import annotations
@@ -18,13 +21,12 @@ import json
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from random import Random
 from statistics import median
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import GlmMoeDsaForCausalLM
@@ -35,6 +37,9 @@ from glm5ray.engine.llm import LLM
 from glm5ray.engine.results import RequestResult
 from glm5ray.model.tiny import write_tiny
 from glm5ray.protocol import SamplingParams
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 SIZES = {
     "hidden_size": 256,

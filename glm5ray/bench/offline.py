@@ -2,8 +2,8 @@
 
 The workload is that of the peers' figures: n prompts of random tokens arrive at once, greedy, end-of-sequence ignored.
 ``prefill_s`` is the wall time with one new token each, ``total_s`` with ``new_tokens + 1``;
-``tpot_ms = (total_s - prefill_s) / new_tokens``; ``decode_tok_s`` and ``out_tok_s`` count tokens of all n prompts over the decode
-time and over all of it.
+``tpot_ms = (total_s - prefill_s) / new_tokens``; ``decode_tok_s`` and ``out_tok_s`` count tokens of all n prompts over
+the decode time and over all of it.
 """
 
 from __future__ import annotations
@@ -36,16 +36,19 @@ def run_offline_bench(
     seed: int = 0,
     on_row: Callable[[dict[str, Any]], None] | None = None,
 ) -> dict[str, Any]:
-    """One report, a JSON object; ``results`` has a row for each concurrency, medians of ``repetitions`` after a warm-up.
+    """One report, a JSON object; ``results`` has a row for each concurrency, medians of ``repetitions`` after a
+    warm-up.
 
-    Prefix caching is off, so that no repetition profits from the one before. Raises :class:`ConfigError` if the workload does not fit.
+    Prefix caching is off, so that no repetition profits from the one before. Raises :class:`ConfigError` if the
+    workload does not fit.
     """
     config = replace(config, cache=replace(config.cache, prefix_caching=False))
     with LLM(config=config) as llm:
         longest = prompt_tokens + new_tokens + 1
         if longest > llm.capacity.max_model_len:
             raise ConfigError(
-                f"prompt_tokens {prompt_tokens} + new_tokens {new_tokens} + 1 is more than max_model_len, {llm.capacity.max_model_len}"
+                f"prompt_tokens {prompt_tokens} + new_tokens {new_tokens} + 1 is more than max_model_len, "
+                f"{llm.capacity.max_model_len}"
             )
         results = []
         for number in concurrency:
@@ -67,9 +70,7 @@ def run_offline_bench(
         }
 
 
-def _measure(
-    llm: LLM, number: int, prompt_tokens: int, new_tokens: int, repetitions: int, seed: int
-) -> dict[str, Any]:
+def _measure(llm: LLM, number: int, prompt_tokens: int, new_tokens: int, repetitions: int, seed: int) -> dict[str, Any]:
     rng = Random(seed)
     vocab = llm.capacity.vocab_size
     prompts = [tuple(rng.randrange(vocab) for _ in range(prompt_tokens)) for _ in range(number)]
@@ -91,10 +92,12 @@ def _measure(
 
 
 def _timed(llm: LLM, prompts: Sequence[tuple[int, ...]], max_tokens: int) -> float:
-    """Wall seconds until all prompts have ``max_tokens`` new tokens. A request that fails is an error, not a fast one."""
+    """Wall seconds until all prompts have ``max_tokens`` new tokens. A request that fails is an error, not a fast
+    one."""
     params = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
     requests = [
-        GenerateRequest(request_id=f"bench-{i}", prompt_token_ids=prompt, sampling=params) for i, prompt in enumerate(prompts)
+        GenerateRequest(request_id=f"bench-{i}", prompt_token_ids=prompt, sampling=params)
+        for i, prompt in enumerate(prompts)
     ]
     started = time.perf_counter()
     for result in llm.run(requests):

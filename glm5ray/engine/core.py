@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 class EngineCore:
     """Requests in, token events out, one step at a time.
 
-    *Plain loop*: schedule, compute, update. *Overlapped loop*: step n+1 is scheduled and submitted while step n runs, and only then
-    is the output of n waited for; so the executor always has its next step. Both give the same tokens.
+    *Plain loop*: schedule, compute, update. *Overlapped loop*: step n+1 is scheduled and submitted while step n runs,
+    and only then is the output of n waited for; so the executor always has its next step. Both give the same tokens.
     """
 
     def __init__(self, executor: Executor, scheduler: SchedulerSection, cache: CacheSection) -> None:
@@ -38,10 +38,9 @@ class EngineCore:
         """Queues a request. Raises :class:`RequestError` if it cannot be served; nothing is left of it then."""
         self.scheduler.add(request)
 
-    def abort(
-        self, request_id: str, index: int | None = None, reason: FinishReason = FinishReason.ABORT
-    ) -> None:
-        """Ends a request, or one of its answers; its last event comes with the next :meth:`step`. Unknown ones are ignored."""
+    def abort(self, request_id: str, index: int | None = None, reason: FinishReason = FinishReason.ABORT) -> None:
+        """Ends a request, or one of its answers; its last event comes with the next :meth:`step`. Unknown ones are
+        ignored."""
         self._events += self.scheduler.abort(request_id, index, reason)
 
     def step(self) -> list[TokenEvent]:

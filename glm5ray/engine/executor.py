@@ -53,8 +53,8 @@ class _Running:
 
 
 class InProcessExecutor:
-    """One worker in this process, on a thread of its own: PyTorch's operators let go of the interpreter's lock, so the next
-    step is scheduled while one runs."""
+    """One worker in this process, on a thread of its own: PyTorch's operators let go of the interpreter's lock, so the
+    next step is scheduled while one runs."""
 
     def __init__(self, load: Callable[[], Worker]) -> None:
         """``load`` makes the worker; it is called by :meth:`start`, in the calling thread."""
@@ -84,8 +84,8 @@ class _Done:
 
 
 class FakeExecutor:
-    """No model: the next token is a function of (request_id, index, position). For tests of what stands above an executor, and
-    for benchmarks of it."""
+    """No model: the next token is a function of (request_id, index, position). For tests of what stands above an
+    executor, and for benchmarks of it."""
 
     def __init__(self, capacity: Capacity, next_token: Callable[[str, int, int], int]) -> None:
         self.capacity = capacity

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from glm5ray.engine.executor import Executor
     from glm5ray.protocol import Capacity
-    from glm5ray.scheduler.scheduler import SchedulerStats
+    from glm5ray.scheduler.stats import SchedulerStats
 
 Prompt = str | Sequence[int]
 
@@ -47,8 +47,8 @@ class LLM:
     >>> llm = LLM("nano")
     >>> llm.generate(["The sky is"], SamplingParams(max_tokens=8, temperature=0.0))[0].text  # doctest: +SKIP
 
-    Calls may come from several threads and may be interleaved; they share the batch. Use it as a context manager, or call
-    :meth:`close`.
+    Calls may come from several threads and may be interleaved; they share the batch. Use it as a context manager, or
+    call :meth:`close`.
     """
 
     def __init__(
@@ -58,9 +58,11 @@ class LLM:
         config: EngineConfig | None = None,
         progress: Callable[[int, int], None] | None = None,
     ) -> None:
-        """Loads ``model`` (a checkpoint folder, or ``nano``, the one in the package), which wins over ``config.model.path``.
+        """Loads ``model`` (a checkpoint folder, or ``nano``, the one in the package), which wins over
+        ``config.model.path``.
 
-        ``progress(done_bytes, total_bytes)`` is called while weights are read. Raises :class:`CheckpointError` and :class:`ConfigError`.
+        ``progress(done_bytes, total_bytes)`` is called while weights are read. Raises :class:`CheckpointError` and
+        :class:`ConfigError`.
         """
         from glm5ray.model.weights import resolve_checkpoint
         from glm5ray.worker.worker import Worker
@@ -97,7 +99,8 @@ class LLM:
         """Counts of the scheduler: running, waiting, pages, preemptions, prefix hits."""
         return self._core.scheduler.stats()
 
-    # --- generation ---------------------------------------------------------------------------------------------------------
+    # --- generation
+    # ---------------------------------------------------------------------------------------------------------
 
     def generate(
         self,
@@ -108,8 +111,8 @@ class LLM:
     ) -> list[RequestResult | RequestFailure]:
         """Answers to ``prompts`` (texts, or lists of token ids), in their order.
 
-        A prompt that cannot be served has a :class:`RequestFailure` in its place; the others finish. ``sampling_params`` is one for all or
-        one for each. ``on_result`` is called with each result as it comes.
+        A prompt that cannot be served has a :class:`RequestFailure` in its place; the others finish.
+        ``sampling_params`` is one for all or one for each. ``on_result`` is called with each result as it comes.
         """
         many = _as_prompts(prompts)
         params = _as_params(sampling_params, len(many))
@@ -138,7 +141,8 @@ class LLM:
         return self.generate(prompts, sampling_params)
 
     def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[TextDelta]:
-        """The answer to one prompt, piece by piece. Raises :class:`RequestError`. Closing the iterator ends the request."""
+        """The answer to one prompt, piece by piece. Raises :class:`RequestError`. Closing the iterator ends the
+        request."""
         prepared = self._prepare(f"stream-{next(self._numbers)}", prompt, sampling_params or SamplingParams())
         if isinstance(prepared, RequestFailure):
             raise prepared.error
@@ -157,12 +161,12 @@ class LLM:
         finally:
             self._abandon(sink)
 
-    def run(
-        self, requests: Iterable[GenerateRequest | RequestFailure]
-    ) -> Iterator[RequestResult | RequestFailure]:
-        """Results as they finish, in any order. ``requests`` is read only as far as the engine has room, so it may be endless.
+    def run(self, requests: Iterable[GenerateRequest | RequestFailure]) -> Iterator[RequestResult | RequestFailure]:
+        """Results as they finish, in any order. ``requests`` is read only as far as the engine has room, so it may be
+        endless.
 
-        A failure among ``requests`` is passed on; a request that cannot be served becomes one. Closing the iterator ends what still runs.
+        A failure among ``requests`` is passed on; a request that cannot be served becomes one. Closing the iterator
+        ends what still runs.
         """
         sink = _Sink()
         source = iter(requests)
@@ -185,10 +189,12 @@ class LLM:
         finally:
             self._abandon(sink)
 
-    # --- the engine below -------------------------------------------------------------------------------------------------
+    # --- the engine below
+    # -------------------------------------------------------------------------------------------------
 
     def _has_room(self, sink: _Sink) -> bool:
-        """Enough waits that the scheduler can always fill a step, and no more; results are handed on before more is read."""
+        """Enough waits that the scheduler can always fill a step, and no more; results are handed on before more is
+        read."""
         if self._dead is not None:
             return len(sink.results) < 256  # nothing runs any more; each request fails at once
         running = self.config.scheduler.max_num_seqs
@@ -285,7 +291,9 @@ def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     if isinstance(prompts, str):
         return [prompts]
     if not isinstance(prompts, Sequence):
-        raise Glm5RayError(f"prompts is {type(prompts).__name__}; it must be a text, a list of texts, or lists of token ids")
+        raise Glm5RayError(
+            f"prompts is {type(prompts).__name__}; it must be a text, a list of texts, or lists of token ids"
+        )
     if prompts and all(isinstance(entry, int) for entry in prompts):
         return [prompts]  # pyright: ignore[reportReturnType] - a list of ids is one prompt
     return list(prompts)  # pyright: ignore[reportReturnType] - mixed entries are checked one by one

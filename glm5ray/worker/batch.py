@@ -1,8 +1,8 @@
 """StepInput + the worker's mirror of the sequences -> ForwardBatch.
 
-The mirror is a set of *rows*, one per running sequence, in arrays that live as long as the worker: a step touches the rows that
-it names and nothing else. Only sampled tokens are kept on the device (``last_token_R``), so that step n+1 can be built before
-the host has seen what step n sampled.
+The mirror is a set of *rows*, one per running sequence, in arrays that live as long as the worker: a step touches the
+rows that it names and nothing else. Only sampled tokens are kept on the device (``last_token_R``), so that step n+1 can
+be built before the host has seen what step n sampled.
 
 Shapes: R rows of the mirror, S slices of a step, T tokens of a step, P pages of a sequence.
 """
@@ -53,7 +53,8 @@ class Step:
     sampling: list[MirrorSequence]
     """The sequences whose slice ends their known tokens; in order of the first rows of ``batch.logits_rows_L``."""
     scoring: list[tuple[MirrorSequence, int, int, int]]
-    """(sequence, first row in T, rows, position of the first row): prompt positions whose next token is to be scored."""
+    """(sequence, first row in T, rows, position of the first row): prompt positions whose next token is to be
+    scored."""
 
 
 class Mirror:
@@ -71,7 +72,8 @@ class Mirror:
         self.last_token_R = torch.zeros(num_rows, dtype=torch.int64, device=device)
 
     def apply(self, step: StepInput) -> tuple[list[MirrorSequence], list[MirrorSequence]]:
-        """Takes over what changed; returns (dropped, new). A sequence that is unknown where it must be known is our bug."""
+        """Takes over what changed; returns (dropped, new). A sequence that is unknown where it must be known is our
+        bug."""
         dropped = [self.sequences.pop(seq_id) for seq_id in step.dropped]
         self._free_rows += [sequence.row for sequence in dropped]
         new = [self._add(sequence) for sequence in step.new_sequences]
@@ -116,9 +118,13 @@ class Mirror:
 
         sampling, scoring = [], []
         sample_rows: list[int] = []
-        for sequence, first, start, count in zip(sequences, first_S.tolist(), step.starts, step.num_tokens, strict=True):
+        for sequence, first, start, count in zip(
+            sequences, first_S.tolist(), step.starts, step.num_tokens, strict=True
+        ):
             end = start + count
-            assert end <= sequence.num_tokens, f"slice [{start}, {end}) of sequence {sequence.seq_id} is past its tokens"
+            assert end <= sequence.num_tokens, (
+                f"slice [{start}, {end}) of sequence {sequence.seq_id} is past its tokens"
+            )
             if sequence.sampling.prompt_logprobs is not None and start < sequence.num_prompt_tokens - 1:
                 scoring.append((sequence, first, min(count, sequence.num_prompt_tokens - 1 - start), start))
             if end == sequence.num_tokens:
@@ -144,11 +150,15 @@ class Mirror:
         """Tokens of the step: those a sequence arrived with from the host, the last sampled one from the device."""
         token_ids_T = np.empty(len(rows_T), dtype=np.int64)
         sampled_T = []
-        for sequence, first, start, count in zip(sequences, first_S.tolist(), step.starts, step.num_tokens, strict=True):
+        for sequence, first, start, count in zip(
+            sequences, first_S.tolist(), step.starts, step.num_tokens, strict=True
+        ):
             known = sequence.token_ids[start : start + count]
             token_ids_T[first : first + len(known)] = known
             if len(known) < count:
-                assert len(known) == count - 1 == 0, f"sequence {sequence.seq_id}: {count} tokens that only the device has"
+                assert len(known) == count - 1 == 0, (
+                    f"sequence {sequence.seq_id}: {count} tokens that only the device has"
+                )
                 sampled_T.append(first)
         tokens = torch.from_numpy(token_ids_T).to(self.device)
         if sampled_T:

@@ -3,8 +3,9 @@
 Order of operations, vLLM's: bias and allowed tokens, ``min_tokens``, penalties, temperature, min-p, top-k, top-p, draw.
 Log-probabilities are those of the raw logits.
 
-A draw needs one uniform number, which is a hash of (seed, index among the request's answers, position in the output): nothing of
-it depends on the neighbours in the batch, on chunking or on preemption, so the same seed gives the same tokens.
+A draw needs one uniform number, which is a hash of (seed, index among the request's answers, position in the output):
+nothing of it depends on the neighbours in the batch, on chunking or on preemption, so the same seed gives the same
+tokens.
 
 Shapes: L sampled rows, V vocabulary.
 """
@@ -19,6 +20,8 @@ import torch
 from glm5ray.protocol import TokenLogprobs
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from torch import Tensor
 
     from glm5ray.worker.batch import MirrorSequence
@@ -95,8 +98,8 @@ class Sampler:
         self._plain_greedy.pop(sequence.seq_id)
 
     def sample(self, logits_LV: Tensor, sequences: list[MirrorSequence]) -> Tensor:
-        """``logits_LV`` fp32 (left as it is) -> int64 [L]; row i is the next token of ``sequences[i]``, whose ``num_tokens``
-        already counts it."""
+        """``logits_LV`` fp32 (left as it is) -> int64 [L]; row i is the next token of ``sequences[i]``, whose
+        ``num_tokens`` already counts it."""
         if all(self._plain_greedy[sequence.seq_id] for sequence in sequences):
             return logits_LV.argmax(dim=-1)
         logits_LV = logits_LV.clone()
@@ -146,7 +149,7 @@ class Sampler:
         x_LV -= self._column([s.sampling.presence_penalty for _, s in found]) * (output_LV > 0)
         logits_LV[rows] = x_LV
 
-    def _column(self, values: list[float]) -> Tensor:
+    def _column(self, values: Sequence[float]) -> Tensor:
         return torch.tensor(values, dtype=torch.float32, device=self.device)[:, None]
 
     def _draw(self, logits_LV: Tensor, sequences: list[MirrorSequence]) -> Tensor:
@@ -174,7 +177,8 @@ class Sampler:
 
 
 def keep_top(logits_LV: Tensor, top_k_L1: Tensor, top_p_L1: Tensor) -> Tensor:
-    """``logits_LV`` with -inf outside the ``top_k`` largest, and outside the smallest set of those whose probability reaches
+    """``logits_LV`` with -inf outside the ``top_k`` largest, and outside the smallest set of those whose probability
+    reaches
     ``top_p``. Ties go to the lower token id; the most probable token always stays."""
     sorted_LV, order_LV = logits_LV.sort(dim=-1, descending=True, stable=True)
     rank_V = torch.arange(logits_LV.shape[-1], device=logits_LV.device)
@@ -187,7 +191,8 @@ def keep_top(logits_LV: Tensor, top_k_L1: Tensor, top_p_L1: Tensor) -> Tensor:
 
 
 def token_logprobs(logits_NV: Tensor, token_ids_N: Tensor, num_top: list[int]) -> list[TokenLogprobs]:
-    """Log-probabilities of ``token_ids_N`` under raw ``logits_NV`` (fp32), each with its ``num_top[i]`` most probable tokens.
+    """Log-probabilities of ``token_ids_N`` under raw ``logits_NV`` (fp32), each with its ``num_top[i]`` most probable
+    tokens.
 
     Ties among the most probable go to the lower token id.
     """
@@ -196,7 +201,9 @@ def token_logprobs(logits_NV: Tensor, token_ids_N: Tensor, num_top: list[int]) -
     ranks = ((logprobs_NV > chosen_N1).sum(dim=-1) + 1).tolist()
     widest = max(num_top, default=0)
     values, ids = _top(logprobs_NV, widest)
-    rows = zip(token_ids_N.tolist(), chosen_N1.squeeze(-1).tolist(), ids.tolist(), values.tolist(), ranks, num_top, strict=True)
+    rows = zip(
+        token_ids_N.tolist(), chosen_N1.squeeze(-1).tolist(), ids.tolist(), values.tolist(), ranks, num_top, strict=True
+    )
     return [
         TokenLogprobs(token_id, logprob, tuple(zip(top_ids[:k], top_values[:k], strict=True)), rank)
         for token_id, logprob, top_ids, top_values, rank, k in rows

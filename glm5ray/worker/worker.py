@@ -57,7 +57,8 @@ class Worker:
         *,
         progress: Callable[[int, int], None] | None = None,
     ) -> Worker:
-        """Reads this rank's shard of ``config.model.path`` and allocates its pages. ``progress(done_bytes, total_bytes)``.
+        """Reads this rank's shard of ``config.model.path`` and allocates its pages. ``progress(done_bytes,
+        total_bytes)``.
 
         Raises :class:`CheckpointError` or :class:`ConfigError`.
         """
@@ -197,7 +198,8 @@ def plan_capacity(
     if scheduler.max_model_len != "auto":
         if scheduler.max_model_len > wanted:
             raise ConfigError(
-                f"scheduler.max_model_len is {scheduler.max_model_len}; this model was trained for at most {wanted} tokens"
+                f"scheduler.max_model_len is {scheduler.max_model_len}; this model was trained for at most {wanted} "
+                "tokens"
             )
         wanted = scheduler.max_model_len
     if cache.num_pages == "auto":
@@ -207,15 +209,16 @@ def plan_capacity(
         if num_pages < 1:
             raise ConfigError(
                 f"there is room for {room / 2**20:.1f} MiB of KV cache, and one page of {cache.page_size} tokens takes "
-                f"{page_bytes / 2**20:.1f} MiB; raise cache.cpu_memory_gib or cache.memory_fraction, or lower cache.page_size"
+                f"{page_bytes / 2**20:.1f} MiB; raise cache.cpu_memory_gib or cache.memory_fraction, or lower "
+                "cache.page_size"
             )
     else:
         num_pages = cache.num_pages
     held = num_pages * cache.page_size
     if scheduler.max_model_len != "auto" and held < wanted:
         raise ConfigError(
-            f"scheduler.max_model_len is {wanted}, but the cache holds {held} tokens ({num_pages} pages of {cache.page_size}); "
-            "lower it or raise cache.num_pages"
+            f"scheduler.max_model_len is {wanted}, but the cache holds {held} tokens ({num_pages} pages of "
+            f"{cache.page_size}); lower it or raise cache.num_pages"
         )
     return Capacity(
         num_pages=num_pages,

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -16,8 +15,12 @@ from glm5ray.model.cache import PagedCache
 from glm5ray.model.tiny import write_tiny
 from glm5ray.model_config import ModelConfig
 from glm5ray.protocol import Capacity
-from glm5ray.tokenizer import Tokenizer
 from glm5ray.worker.worker import Worker
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from glm5ray.tokenizer import Tokenizer
 
 EOS = 256
 VOCAB = 272
@@ -30,7 +33,8 @@ MakeLLM = Callable[..., LLM]
 
 
 def settings(**changes: Any) -> EngineConfig:
-    """The limits of the cases (24 pages of 16, 128 tokens a sequence, 8 sequences, 64 tokens a step), with changes such as
+    """The limits of the cases (24 pages of 16, 128 tokens a sequence, 8 sequences, 64 tokens a step), with changes such
+    as
     ``cache={"num_pages": 200}``."""
     values: dict[str, Any] = {name: dict(section) for name, section in LIMITS.items()}
     for name, section in changes.items():
@@ -82,7 +86,9 @@ def make_written(tiny_folder: Path, tokenizer: Tokenizer) -> Iterator[MakeLLM]:
         config = settings(**changes)
         num_pages = config.cache.num_pages
         assert isinstance(num_pages, int)
-        capacity = Capacity(num_pages=num_pages, page_size=16, max_model_len=128, vocab_size=VOCAB, eos_token_ids=(EOS,))
+        capacity = Capacity(
+            num_pages=num_pages, page_size=16, max_model_len=128, vocab_size=VOCAB, eos_token_ids=(EOS,)
+        )
         cache = PagedCache(ModelConfig.from_checkpoint(tiny_folder), num_pages, 16, torch.float32)
         model: Any = WrittenModel(logits)
         worker = Worker(model, cache, capacity, max_num_seqs=config.scheduler.max_num_seqs)
@@ -109,7 +115,8 @@ def script(prompt: bytes, answer: bytes, *, then_eos: bool = True) -> Callable[[
 
 
 def settle(llm: LLM) -> None:
-    """Runs the engine until it is idle and checks the ledger: no sequence left, every page free or cached, owned by none."""
+    """Runs the engine until it is idle and checks the ledger: no sequence left, every page free or cached, owned by
+    none."""
     for _ in range(100):
         if not llm._core.has_work:
             break

@@ -1,16 +1,20 @@
-"""Faults that users reported of other engines, as tests through LLM. The numbers are those of the project's list of cases."""
+"""Faults that users reported of other engines, as tests through LLM. The numbers are those of the project's list of
+cases."""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
 
-from glm5ray.engine.llm import LLM
 from glm5ray.engine.results import RequestFailure, RequestResult
 from glm5ray.protocol import FinishReason, GenerateRequest, SamplingParams
 from tests.engine.conftest import EOS, VOCAB, MakeLLM, script, settle
+
+if TYPE_CHECKING:
+    from glm5ray.engine.llm import LLM
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
 
@@ -33,7 +37,8 @@ def tokens(result: RequestResult | RequestFailure) -> tuple[int, ...]:
     return ok(result).choices[0].token_ids
 
 
-# --- lengths ----------------------------------------------------------------------------------------------------------------
+# --- lengths
+# ----------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("length", [129, 1000])
@@ -101,7 +106,8 @@ def test_b04_max_tokens_refused(make_tiny: MakeLLM, max_tokens):
         assert all(number in error.message for number in ("28", "101", "128"))
 
 
-# --- ids --------------------------------------------------------------------------------------------------------------------
+# --- ids
+# --------------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -133,7 +139,8 @@ def test_b06_ids_and_ranges(make_tiny: MakeLLM, prompt, params, param):
     assert failed(results[3]).error.param == param
 
 
-# --- text -------------------------------------------------------------------------------------------------------------------
+# --- text
+# -------------------------------------------------------------------------------------------------------------------
 
 ALPHABET = b"Here is the English alphabet: ABC"
 
@@ -172,7 +179,8 @@ def test_b10_text_held_back_at_the_end(make_written: MakeLLM, then_eos: bool, re
     assert deltas[-1].finish_reason is reason
 
 
-# --- seeds and many answers ----------------------------------------------------------------------------------------------
+# --- seeds and many answers
+# ----------------------------------------------------------------------------------------------
 
 
 def test_b15_a_seed_with_neighbours(make_tiny: MakeLLM):
@@ -239,7 +247,8 @@ def test_b18_min_tokens(make_written: MakeLLM):
     assert error.param == "min_tokens"
 
 
-# --- log-probabilities --------------------------------------------------------------------------------------------------
+# --- log-probabilities
+# --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("length", [16, 17, 33])
@@ -254,14 +263,17 @@ def test_b20_prompt_logprobs_on_a_warm_cache(make_tiny: MakeLLM, length: int, ch
         assert [entry.token_id for entry in result.prompt_logprobs] == list(prompt.encode()[1:])
         assert len(result.choices[0].logprobs) == 1
     for a, b in zip(
-        first.prompt_logprobs + first.choices[0].logprobs, second.prompt_logprobs + second.choices[0].logprobs, strict=True
+        first.prompt_logprobs + first.choices[0].logprobs,
+        second.prompt_logprobs + second.choices[0].logprobs,
+        strict=True,
     ):
         assert a.logprob == pytest.approx(b.logprob, abs=1e-5)
         assert len(a.top) == 2
     assert one(llm, prompt, replace(params, logprobs=0)).choices[0].logprobs[0].top == ()
 
 
-# --- penalties with the overlapped loop -------------------------------------------------------------------------------------
+# --- penalties with the overlapped loop
+# -------------------------------------------------------------------------------------
 
 FLAT = torch.full((VOCAB,), -100.0)
 FLAT[[97, 98, 99]] = torch.tensor([5.0, 4.5, 4.0])
@@ -296,7 +308,8 @@ def test_b21_penalties_across_a_preemption(make_written: MakeLLM, overlap: bool)
     assert llm.stats().num_preemptions > 0
 
 
-# --- preemption -------------------------------------------------------------------------------------------------------------
+# --- preemption
+# -------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("overlap", [False, True])
@@ -343,7 +356,8 @@ def test_b24_no_token_twice_in_a_stream(make_tiny: MakeLLM):
     noise.close()
 
 
-# --- poisoned prefixes ------------------------------------------------------------------------------------------------------
+# --- poisoned prefixes
+# ------------------------------------------------------------------------------------------------------
 
 
 def test_b25_an_aborted_prefill_leaves_nothing_wrong(make_tiny: MakeLLM):
@@ -391,7 +405,8 @@ def test_b25_a_sequence_of_nan_ends_alone(make_tiny: MakeLLM, monkeypatch: pytes
     assert again.num_cached_tokens == 0
 
 
-# --- stalls -----------------------------------------------------------------------------------------------------------------
+# --- stalls
+# -----------------------------------------------------------------------------------------------------------------
 
 
 def test_b27_small_requests_pass_a_large_one_but_not_for_ever(make_tiny: MakeLLM):

@@ -1,8 +1,10 @@
-"""The loop over a fake executor: both loops give the same events, and an executor that fails fails the requests, not the process."""
+"""The loop over a fake executor: both loops give the same events, and an executor that fails fails the requests, not
+the process."""
 
 from __future__ import annotations
 
 import zlib
+from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import given, settings
@@ -15,7 +17,9 @@ from glm5ray.engine.llm import LLM
 from glm5ray.engine.results import RequestFailure
 from glm5ray.errors import Glm5RayError, WorkerDied
 from glm5ray.protocol import Capacity, FinishReason, GenerateRequest, SamplingParams
-from glm5ray.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from glm5ray.tokenizer import Tokenizer
 
 EOS = 0
 
@@ -85,7 +89,9 @@ def test_both_loops_give_what_the_model_says(shapes):
 
 def test_the_overlapped_loop_keeps_one_step_ahead():
     core = make_core(overlap=True)
-    core.add(GenerateRequest(request_id="r", prompt_token_ids=(1, 2), sampling=SamplingParams(max_tokens=3, ignore_eos=True)))
+    core.add(
+        GenerateRequest(request_id="r", prompt_token_ids=(1, 2), sampling=SamplingParams(max_tokens=3, ignore_eos=True))
+    )
     executor = core._executor
     assert isinstance(executor, FakeExecutor)
     assert core.step() == []
@@ -155,9 +161,7 @@ def test_run_reads_no_further_than_it_has_room(tokenizer: Tokenizer):
             yield GenerateRequest(request_id=f"r{read}", prompt_token_ids=(1,), sampling=SamplingParams(max_tokens=3))
 
     results = llm.run(endless())
-    done = 0
-    for _ in results:
-        done += 1
+    for done, _ in enumerate(results, 1):
         assert read - done <= 2 * 2 + 256
         if done == 700:
             break

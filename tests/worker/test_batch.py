@@ -76,7 +76,9 @@ def test_a_preempted_sequence_comes_back_with_its_output(mirror):
 
 
 def test_prompt_scoring_covers_each_prompt_position_once(mirror):
-    first = build(mirror, step(0, [(1, 0, 2)], new_sequences=(new(1, [3, 4, 5], [0], prompt_logprobs=1, max_tokens=0),)))
+    first = build(
+        mirror, step(0, [(1, 0, 2)], new_sequences=(new(1, [3, 4, 5], [0], prompt_logprobs=1, max_tokens=0),))
+    )
     second = build(mirror, step(1, [(1, 2, 1)]))
     assert [(first_row, rows, start) for _, first_row, rows, start in first.scoring] == [(0, 2, 0)]
     assert second.scoring == []
@@ -85,13 +87,18 @@ def test_prompt_scoring_covers_each_prompt_position_once(mirror):
 def test_rows_are_used_again(mirror):
     for number in range(20):
         dropped = [number - 1] if number else []
-        built = build(mirror, step(number, [(number, 0, 1)], dropped=dropped, new_sequences=(new(number, [1], [number % 4]),)))
+        built = build(
+            mirror, step(number, [(number, 0, 1)], dropped=dropped, new_sequences=(new(number, [1], [number % 4]),))
+        )
         assert built.batch.page_table_SP.tolist() == [[number % 4]]
 
 
 def test_an_old_page_table_row_does_not_show_through(mirror):
     build(mirror, step(0, [(1, 0, 12)], new_sequences=(new(1, range(12), [5, 6, 7]),)))
-    built = build(mirror, step(1, [(2, 0, 1), (3, 0, 9)], dropped=[1], new_sequences=(new(2, [1], [5]), new(3, range(9), [1, 2, 3]))))
+    built = build(
+        mirror,
+        step(1, [(2, 0, 1), (3, 0, 9)], dropped=[1], new_sequences=(new(2, [1], [5]), new(3, range(9), [1, 2, 3]))),
+    )
     assert built.batch.page_table_SP.tolist() == [[5, -1, -1], [1, 2, 3]]
 
 
