@@ -38,7 +38,7 @@ def scheduler_command(
     """
     from glm5ray.bench.scheduler import run_scheduler_bench
 
-    report = run_scheduler_bench(_numbers(num_seqs, "--num-seqs"))
+    report = run_scheduler_bench(_numbers(num_seqs, "--num-seqs"), progress=lambda line: typer.echo(line, err=True))
     for row in report["results"]:
         _print_row(row)
     if json_output:
