@@ -43,13 +43,18 @@ def workload(num_requests: int, seed: int, *, longest_prompt: int, most_tokens: 
     return requests
 
 
-@pytest.mark.parametrize("name", GOLDEN) def test_the_same_workload_gives_the_same_steps_as_ever(name: str) -> None:
-policy, loop_kind = name.split(", ") config = SchedulerSection(max_num_seqs=6, max_num_batched_tokens=48,
-policy=policy, max_skips=2)  # type: ignore[arg-type] scheduler = Scheduler(config, make_capacity(num_pages=24,
-page_size=4, max_model_len=90)) for request in workload(60, seed=5, longest_prompt=40, most_tokens=40):
-scheduler.add(request) loop = Loop(scheduler, next_token=lambda _, index, at: 99 if at % 37 == 0 else (at + index) %
-50) loop.finish(overlapped=loop_kind == "overlapped") assert scheduler.stats().num_preemptions > 0 digest =
-hashlib.sha256("\n".join(map(decisions, loop.steps)).encode()).hexdigest() assert digest == GOLDEN[name]
+@pytest.mark.parametrize("name", GOLDEN)
+def test_the_same_workload_gives_the_same_steps_as_ever(name: str) -> None:
+    policy, loop_kind = name.split(", ")
+    config = SchedulerSection(max_num_seqs=6, max_num_batched_tokens=48, policy=policy, max_skips=2)  # type: ignore[arg-type]
+    scheduler = Scheduler(config, make_capacity(num_pages=24, page_size=4, max_model_len=90))
+    for request in workload(60, seed=5, longest_prompt=40, most_tokens=40):
+        scheduler.add(request)
+    loop = Loop(scheduler, next_token=lambda _, index, at: 99 if at % 37 == 0 else (at + index) % 50)
+    loop.finish(overlapped=loop_kind == "overlapped")
+    assert scheduler.stats().num_preemptions > 0
+    digest = hashlib.sha256("\n".join(map(decisions, loop.steps)).encode()).hexdigest()
+    assert digest == GOLDEN[name]
 
 
 def decisions(step: StepInput) -> str:
