@@ -1,14 +1,12 @@
 """Ranks, sizes and collectives. At size 1 every collective returns its input and ``torch.distributed`` is not imported.
 
 Two ways to split run over the same ranks. ``tp_size`` ranks split attention heads, vocabulary and the columns of MLPs; ``ep_size``
-ranks hold whole routed experts each. The number of ranks is the larger of the two, and the smaller divides it:
+ranks hold whole routed experts each, and where it is 1, ``tp`` splits the experts' columns too:
 
     tp 8, ep 1   heads by 8, each expert's columns by 8
-    tp 8, ep 8   heads by 8, experts by 8 (whole ones)
-    tp 8, ep 4   heads by 8, experts by 4, and the two ranks of a quarter split its experts' columns
-    tp 1, ep 8   attention replicated, experts by 8
-
-Rank r has ``tp_rank = r % tp_size`` and ``ep_rank = r // expert_tp_size``.
+    tp 8, ep 8   heads by 8, whole experts by 8
+    tp 2, ep 8   heads by 2 (four copies of attention), whole experts by 8
+    tp 1, ep 8   attention on every rank, whole experts by 8
 """
 
 from __future__ import annotations
@@ -34,10 +32,10 @@ class ParallelContext:
     world_group: Any = None
 
     def __post_init__(self) -> None:
-        if self.world_size % self.tp_size or self.world_size % self.ep_size:
+        if self.ep_size > 1 and self.ep_size % self.tp_size:
             raise ConfigError(
-                f"parallel.tp_size is {self.tp_size} and parallel.ep_size is {self.ep_size}; one must divide the other, "
-                "since both split the same ranks"
+                f"parallel.ep_size is {self.ep_size} and parallel.tp_size is {self.tp_size}; both split the same ranks, so "
+                "ep_size must be 1 or a multiple of tp_size"
             )
         if not (0 <= self.tp_rank < self.tp_size and 0 <= self.ep_rank < self.ep_size):
             raise ConfigError(f"rank (tp {self.tp_rank}, ep {self.ep_rank}) is outside (tp {self.tp_size}, ep {self.ep_size})")
@@ -45,8 +43,7 @@ class ParallelContext:
     @classmethod
     def of_rank(cls, rank: int, tp_size: int, ep_size: int, tp_group: Any = None, world_group: Any = None) -> ParallelContext:
         """The context of rank ``rank`` of ``max(tp_size, ep_size)``."""
-        expert_tp_size = max(tp_size // ep_size, 1)
-        return cls(rank % tp_size, tp_size, rank // expert_tp_size, ep_size, tp_group, world_group)
+        return cls(rank % tp_size, tp_size, rank % ep_size, ep_size, tp_group, world_group)
 
     @property
     def world_size(self) -> int:
@@ -55,11 +52,7 @@ class ParallelContext:
     @property
     def expert_tp_size(self) -> int:
         """Ranks that split the columns of one routed expert."""
-        return self.world_size // self.ep_size
-
-    @property
-    def expert_tp_rank(self) -> int:
-        return self.tp_rank % self.expert_tp_size
+        return self.tp_size if self.ep_size == 1 else 1
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """The sum of x over the tensor-parallel ranks; x may be overwritten."""

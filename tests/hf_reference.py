@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.overrides import TorchFunctionMode
 from transformers import GlmMoeDsaConfig, GlmMoeDsaForCausalLM
 
 from glm5ray.kernels.select import select_kernels
@@ -39,7 +40,7 @@ TINY: dict[str, Any] = {
     "qk_nope_head_dim": 12,
     "v_head_dim": 16,
     "index_head_dim": 20,
-    "index_n_heads": 8,
+    "index_n_heads": 13,
     "index_topk": 24,
     "max_position_embeddings": 512,
     "rms_norm_eps": 1e-5,
@@ -51,7 +52,8 @@ TINY: dict[str, Any] = {
     "pad_token_id": None,
     "bos_token_id": None,
 }
-"""No two sizes that could be confused are equal; eight index heads, so that hardly any index score is exactly 0 and tied."""
+"""No two sizes that could be confused are equal; thirteen index heads, so that
+hardly any index score is exactly 0: of tied ones transformers selects any."""
 
 INDEX_SHARE: dict[str, Any] = {
     "num_hidden_layers": 6,
@@ -81,6 +83,25 @@ def hf_model(seed: int = 0, dtype: torch.dtype = torch.float32, **changes: Any) 
             elif "norm" in name:
                 tensor.uniform_(0.5, 1.5)
     return model if dtype == torch.float32 else to_dtype(model, dtype)
+
+
+class SelectionGaps(TorchFunctionMode):
+    """While it is active: ``smallest``, the least distance between a selected index score and one that was not.
+
+    Below rounding, which token transformers selects is chance, and its logits are no oracle.
+    """
+
+    def __init__(self, index_topk: int) -> None:
+        super().__init__()
+        self.index_topk = index_topk
+        self.smallest = float("inf")
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.Tensor.topk and args[1] == self.index_topk < args[0].shape[-1]:
+            ordered = args[0].sort(dim=-1, descending=True).values
+            gap = (ordered[..., self.index_topk - 1] - ordered[..., self.index_topk]).min()
+            self.smallest = min(self.smallest, float(gap))
+        return func(*args, **kwargs or {})
 
 
 def to_dtype(model: GlmMoeDsaForCausalLM, dtype: torch.dtype) -> GlmMoeDsaForCausalLM:
