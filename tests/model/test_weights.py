@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -309,6 +311,46 @@ def test_a_rank_of_a_large_checkpoint_reads_from_a_sparse_file(tmp_path: Path) -
     )
     assert loaded["model.layers.1.mlp.experts.gate_up_proj"].shape == (1, 2560, 2048)
     assert reports[-1][0] == reports[-1][1] < 2**27
+
+
+MEASURE = """
+import sys
+from pathlib import Path
+import torch
+from glm5ray.model.weights import ShardSpec, load_shard
+from glm5ray.model_config import ModelConfig
+
+def kilobytes(name):
+    return next(int(line.split()[1]) for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(name))
+
+folder = Path(sys.argv[1])
+config = ModelConfig.from_checkpoint(folder)
+torch.zeros(1).to(torch.float8_e4m3fn).float()
+Path("/proc/self/clear_refs").write_text("5")  # the peak is now what is used now
+before = kilobytes("VmRSS:")
+parameters = load_shard(folder, config, ShardSpec(), dtype=torch.bfloat16)
+print((kilobytes("VmHWM:") - before) * 1024, sum(tensor.nbytes for tensor in parameters.values()))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="asks Linux for the peak")
+@pytest.mark.parametrize("format", ["fp8", "nvfp4", "bf16"])
+def test_peak_memory_is_the_parameters_and_one_weight(write: Write, format: Any) -> None:
+    """About 100 MB of parameters from twelve shards. Beside them there may be a shard's mapped pages (8 MB) and the
+    float32 of one weight (2 MB, twice): not another copy of the model."""
+    sizes = {"hidden_size": 1024, "moe_intermediate_size": 512, "n_routed_experts": 32}
+    folder = write(format=format, num_shards=12, with_mtp=False, sizes=sizes)
+    out = subprocess.run(
+        [sys.executable, "-c", MEASURE, str(folder)],
+        capture_output=True,
+        text=True,
+        check=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    peak, parameters = map(int, out.stdout.split())
+    assert parameters > 90e6
+    assert parameters < peak < parameters + 32e6
 
 
 def test_mtp_is_skipped_knowingly(write: Write) -> None:
