@@ -11,7 +11,7 @@ from typing import Any
 def question_of(body: dict[str, Any]) -> str:
     """The last thing that was said to the model, on one line."""
     text = body["messages"][-1]["content"] if "messages" in body else body["prompt"]
-    return shortened(str(text))
+    return shortened(str(text), keep_end=True)
 
 
 def answer_of(record: dict[str, Any]) -> str:
@@ -26,9 +26,12 @@ def answer_of(record: dict[str, Any]) -> str:
     return "; ".join([*filter(None, [message["content"]]), *(f"{call['name']}({call['arguments']})" for call in calls)])
 
 
-def shortened(text: str, width: int = 70) -> str:
+def shortened(text: str, *, keep_end: bool = False, width: int = 76) -> str:
+    """One line of at most ``width`` characters."""
     line = " ".join(text.split())
-    return line if len(line) <= width else f"...{line[3 - width :]}"
+    if len(line) <= width:
+        return line
+    return f"...{line[3 - width :]}" if keep_end else f"{line[: width - 3]}..."
 
 
 def main() -> None:

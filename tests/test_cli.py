@@ -194,3 +194,10 @@ def test_every_command_has_an_example(glm5ray: Any) -> None:
     ):
         shown = glm5ray(*name.split(), "--help")
         assert f"    glm5ray {name}" in shown.out, name
+
+
+def test_eval_of_the_embedded_model(glm5ray: Any) -> None:
+    done = glm5ray("eval", "nano", "--examples", 1, "--config", "cpu-nano", "--json")
+    assert done.status == 0, done.err
+    assert done.last_json["results"].keys() >= {"addition", "tool_call", "lookup_500"}
+    assert sum(done.last_json["results"].values()) >= 9

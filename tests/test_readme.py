@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import shlex
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +12,8 @@ import pytest
 import typer.main
 
 from glm5ray.cli.app import app
-from glm5ray.config import config_from_dict, field_names, preset_names
+from glm5ray.config import config_from_dict, field_names, load_config, preset_names
+from glm5ray.jobs.batch_file import run_batch
 from glm5ray.openai_api.body import IGNORED_FIELDS, SAMPLING_FIELDS
 from glm5ray.openai_api.requests import (
     CHAT_FIELDS,
@@ -95,11 +95,30 @@ def test_architecture_shows_every_package() -> None:
     assert not {name for name in names if name not in tree}
 
 
-@pytest.mark.skipif(
-    not (ROOT / "glm5ray/nano/checkpoint/config.json").exists(), reason="the embedded model is not in this checkout"
-)
 def test_python_of_the_readme_runs(capsys: pytest.CaptureFixture[str]) -> None:
     for block in code_blocks(ROOT / "README.md", "python"):
         exec(compile(block, "README.md", "exec"), {"__name__": "readme"})
-    assert capsys.readouterr().out.strip()
-    assert "glm5ray" in sys.modules
+    assert "The capital of Italy is Rome." in capsys.readouterr().out
+
+
+def test_the_main_job(tmp_path: Path) -> None:
+    """What quickstart.sh runs: the example prompts through the embedded model, each answered, and these right."""
+    from glm5ray import LLM
+
+    output = tmp_path / "answers.jsonl"
+    with LLM("nano", config=load_config("cpu-nano")) as llm:
+        summary = run_batch(ROOT / "examples/prompts.jsonl", output, llm, model_names=("nano",))
+    assert (summary.completed, summary.failed) == (32, 0)
+    records = [json.loads(line) for line in output.read_text("utf-8").splitlines()]
+    choices = {record["custom_id"]: record["response"]["body"]["choices"][0] for record in records}
+    assert choices["01-addition"]["message"]["content"] == "47 + 38 = 85"
+    assert choices["01-addition"]["message"]["reasoning_content"].startswith("7 + 8 = 15")
+    assert json.loads(choices["18-json"]["message"]["content"]) == {"name": "Clara", "age": 34, "city": "Vienna"}
+    assert choices["21-lookup"]["message"]["content"] == "The code of Petra is 7350."
+    call = choices["25-tool"]["message"]["tool_calls"][0]["function"]
+    assert (call["name"], json.loads(call["arguments"])) == ("set_timer", {"minutes": 25})
+    assert choices["25-tool"]["finish_reason"] == "tool_calls"
+    scored = choices["32-score"]
+    assert scored["text"] == "The sky is blue."
+    assert scored["logprobs"]["token_logprobs"][0] is None
+    assert all(logprob < 0 for logprob in scored["logprobs"]["token_logprobs"][1:])

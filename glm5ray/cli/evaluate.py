@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -13,21 +13,30 @@ app = typer.Typer(help="Measure how good answers are.", no_args_is_help=True)
 
 @app.command("nano")
 def nano_command(
-    examples: Annotated[int, typer.Option("--examples", min=0, help="Generations a case; 0: none.")] = 40,
-    seed: Annotated[int, typer.Option("--seed")] = 0,
+    config: options.Config = None,
+    overrides: options.Set = None,
+    examples: Annotated[int, typer.Option("--examples", min=1, help="Generations for each case.")] = 40,
+    seed: Annotated[int, typer.Option("--seed", help="Of the examples.")] = 0,
     json_output: options.Json = False,
 ) -> None:
-    """Accuracy of the embedded nano model on tasks that it has not seen.
+    """Share of right answers of the embedded model, through this engine, on tasks that it was not trained on.
 
     \b
-    Example:
-      glm5ray eval nano --examples 10 --json
+    Examples:
+      glm5ray eval nano
+      glm5ray eval nano --examples 10 --set kernels.default=reference --json
     """
-    from glm5ray.nano.evaluate import main as evaluate
+    settings = options.engine_config("nano", config, overrides)
 
-    report = evaluate(examples=examples, seed=seed)
+    from glm5ray.engine.llm import LLM
+    from glm5ray.model.weights import resolve_checkpoint
+    from glm5ray.nano.engine_backend import EngineBackend
+    from glm5ray.nano.evaluate import generation_table, load_tokenizer
+
+    tokenizer = load_tokenizer(resolve_checkpoint("nano"))
+    with LLM(config=settings) as llm:
+        table: dict[str, Any] = generation_table(EngineBackend(llm), tokenizer, examples, seed)
+    for name, value in table.items():
+        typer.echo(f"{name:24} {value}", err=json_output)
     if json_output:
-        options.print_json(report)
-    else:
-        for name, value in report.items():
-            typer.echo(f"{name}: {value}")
+        options.print_json({"model": "nano", "examples": examples, "seed": seed, "results": table})

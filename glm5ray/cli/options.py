@@ -18,7 +18,8 @@ Model = Annotated[
     str | None, typer.Option("--model", "-m", help="Checkpoint folder, or nano, the model inside the package.")
 ]
 Config = Annotated[
-    str | None, typer.Option("--config", "-c", help="A preset's name or a YAML file; see docs/batch.md.")
+    str | None,
+    typer.Option("--config", "-c", help="A YAML file, or a preset: cpu-nano, h200-x1 ... (see docs/batch.md)."),
 ]
 Set = Annotated[
     list[str] | None, typer.Option("--set", "-s", metavar="SECTION.FIELD=VALUE", help="Change one setting; repeatable.")
