@@ -26,9 +26,10 @@ _KNOWN_SKIPS = re.compile(
     r"\.self_attn\.(\w+\.)?[kqv]_scale$"  # of an FP8 KV cache; this engine's scales are its own
     r"|\.rotary_emb\.inv_freq$"  # follows from rope_theta
 )
-_MAX_MISSING = 100_000
 _MTP_SKIPS = ("embed_tokens.weight", "shared_head.head.weight")
 """Copies of the model's embedding and head that some exports put into MTP layers."""
+_MAX_MISSING = 100_000
+"""After so many missing weights nobody looks for more: a damaged config may ask for billions of experts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +106,7 @@ def _match_all(files: CheckpointFiles, left: dict[str, TensorEntry], specs: Iter
             matched.append(weight)
             continue
         missing.append(spec)
-        if len(missing) > _MAX_MISSING:  # a damaged config may ask for billions of experts
+        if len(missing) > _MAX_MISSING:
             break
     if missing:
         spec = missing[0]

@@ -321,7 +321,8 @@ from glm5ray.model.weights import ShardSpec, load_shard
 from glm5ray.model_config import ModelConfig
 
 def kilobytes(name):
-    return next(int(line.split()[1]) for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(name))
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith(name))
 
 folder = Path(sys.argv[1])
 config = ModelConfig.from_checkpoint(folder)

@@ -175,6 +175,15 @@ def test_tensors_that_are_wrong(
     assert str(folder) in message
 
 
+def test_config_that_asks_for_billions_of_experts_ends_soon(copy: Callable[[str], Path]) -> None:
+    folder = copy("bf16")
+    values = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**values, "n_routed_experts": 2**31 - 1}))
+    assert "mlp.gate.weight is BF16 [8, 64]; expected BF16 or F32 or F16 [2147483647, 64]" in failure(folder)
+    edit(folder, lambda tensors: [tensors.pop(name) for name in list(tensors) if ".mlp.gate." in name])
+    assert "mlp.gate.weight [2147483647, 64] is missing, and 100000 more" in failure(folder)
+
+
 def test_indexer_weights_in_a_shared_layer(tmp_path: Path) -> None:
     write_tiny(tmp_path / "tiny", style="glm5.2", num_shards=1)
     name = "model.layers.4.self_attn.indexer.wk.weight"
