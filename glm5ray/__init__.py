@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from glm5ray.protocol import SamplingParams
 
 __all__ = ["LLM", "SamplingParams"]
+__version__ = "0.1.0"
 
 
 def __getattr__(name: str) -> Any:

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import logging
 import sys
-from importlib.metadata import PackageNotFoundError, version
 from typing import Annotated
 
 import typer
 
+from glm5ray import __version__
 from glm5ray.cli import bench, check, evaluate, generate, run_batch, weights
 from glm5ray.errors import Glm5RayError
 
@@ -47,10 +47,7 @@ def _settings(
 @app.command("version")
 def version_command() -> None:
     """Print the version."""
-    try:
-        typer.echo(version("glm5ray"))
-    except PackageNotFoundError:  # a checkout that was not installed
-        typer.echo("unknown (not installed)")
+    typer.echo(__version__)
 
 
 def main() -> None:
