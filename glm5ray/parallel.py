@@ -1,7 +1,7 @@
 """Ranks, sizes and collectives. At size 1 every collective returns its input and ``torch.distributed`` is not imported.
 
-Two ways to split run over the same ranks. ``tp_size`` ranks split attention heads, vocabulary and the columns of MLPs; ``ep_size``
-ranks hold whole routed experts each, and where it is 1, ``tp`` splits the experts' columns too:
+Two ways to split run over the same ranks. ``tp_size`` ranks split attention heads, vocabulary and the columns of
+MLPs; ``ep_size`` ranks hold whole routed experts each, and where it is 1, ``tp`` splits the experts' columns too:
 
     tp 8, ep 1   heads by 8, each expert's columns by 8
     tp 8, ep 8   heads by 8, whole experts by 8
@@ -22,7 +22,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ParallelContext:
-    """This rank's place. ``tp_group`` and ``world_group`` are process groups of ``torch.distributed``; ``None`` at size 1."""
+    """This rank's place. ``tp_group`` and ``world_group`` are process groups of ``torch.distributed``; ``None`` at
+    size 1."""
 
     tp_rank: int = 0
     tp_size: int = 1
@@ -34,14 +35,18 @@ class ParallelContext:
     def __post_init__(self) -> None:
         if self.ep_size > 1 and self.ep_size % self.tp_size:
             raise ConfigError(
-                f"parallel.ep_size is {self.ep_size} and parallel.tp_size is {self.tp_size}; both split the same ranks, so "
-                "ep_size must be 1 or a multiple of tp_size"
+                f"parallel.ep_size is {self.ep_size} and parallel.tp_size is {self.tp_size}; both split the same "
+                "ranks, so ep_size must be 1 or a multiple of tp_size"
             )
         if not (0 <= self.tp_rank < self.tp_size and 0 <= self.ep_rank < self.ep_size):
-            raise ConfigError(f"rank (tp {self.tp_rank}, ep {self.ep_rank}) is outside (tp {self.tp_size}, ep {self.ep_size})")
+            raise ConfigError(
+                f"rank (tp {self.tp_rank}, ep {self.ep_rank}) is outside (tp {self.tp_size}, ep {self.ep_size})"
+            )
 
     @classmethod
-    def of_rank(cls, rank: int, tp_size: int, ep_size: int, tp_group: Any = None, world_group: Any = None) -> ParallelContext:
+    def of_rank(
+        cls, rank: int, tp_size: int, ep_size: int, tp_group: Any = None, world_group: Any = None
+    ) -> ParallelContext:
         """The context of rank ``rank`` of ``max(tp_size, ep_size)``."""
         return cls(rank % tp_size, tp_size, rank % ep_size, ep_size, tp_group, world_group)
 
@@ -74,7 +79,8 @@ class ParallelContext:
         return torch.cat(parts, dim)
 
     def all_to_all(self, x: Tensor, send_rows: list[int], receive_rows: list[int]) -> Tensor:
-        """Rows of x to all ranks: ``send_rows[r]`` of them, in order, to rank r; returns ``receive_rows[r]`` rows from each rank r."""
+        """Rows of x to all ranks: ``send_rows[r]`` of them, in order, to rank r; returns ``receive_rows[r]`` rows
+        from each rank r."""
         if self.world_size == 1:
             return x
         import torch.distributed as dist
@@ -97,5 +103,7 @@ def _all_reduce(x: Tensor, size: int, group: Any) -> Tensor:
 def shard_size(total: int, size: int, what: str) -> int:
     """What each of ``size`` ranks holds of ``total``. Raises :class:`ConfigError` if they do not share evenly."""
     if total % size:
-        raise ConfigError(f"{what} is {total}, which {size} ranks cannot share evenly; lower parallel.tp_size or parallel.ep_size")
+        raise ConfigError(
+            f"{what} is {total}, which {size} ranks cannot share evenly; lower parallel.tp_size or parallel.ep_size"
+        )
     return total // size

@@ -1,8 +1,7 @@
 """Tiny random GLM-5 models of Hugging Face transformers: the oracle of the model's tests.
 
-``transformers`` builds the model; its weights, under nearly our own names, become ours. Used by tests of the model, of weights and of
-the engine.
-"""
+``transformers`` builds the model; its weights, under nearly our own names, become ours. Used by tests of the model,
+of weights and of the engine."""
 
 from __future__ import annotations
 

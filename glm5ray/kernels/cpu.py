@@ -1,11 +1,8 @@
-"""Operations for CPUs: plain torch, few calls, batched over sequences. Held to :mod:`glm5ray.kernels.reference` by tests.
+"""Operations for CPUs: plain torch, few calls. Tests hold it to :mod:`glm5ray.kernels.reference`.
 
-On a small model a step costs about as many microseconds as it makes torch calls, so nothing here loops over sequences: the slices of a
-step are put into :class:`Group`s of equal length and similar context, and each group is one batched matrix product. Groups are bounded,
-so that no intermediate grows with the whole step. Shape suffixes in :mod:`glm5ray.kernels.interface`; beside them:
-
-    G  slices of a group        n  tokens of each of them (a decode is a group with n = 1)
-    B  G * n, rows of a group   s  cached positions, padded to the longest context of the group
+On a small model a step costs about as many microseconds as it makes torch calls, so nothing here loops over sequences:
+slices go into the groups of :mod:`glm5ray.kernels.slice_groups`, and each group is one batched matrix product. Shape
+suffixes in :mod:`glm5ray.kernels.interface` and there.
 """
 
 from __future__ import annotations
@@ -16,19 +13,17 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch.nn import functional
 
+from glm5ray.kernels.slice_groups import MAX_GATHERED_ROWS, group_pieces, split_slices
+
 if TYPE_CHECKING:
     from torch import Tensor
 
     from glm5ray.kernels.interface import ExpertWeights, ForwardBatch, RouterSettings
+    from glm5ray.kernels.slice_groups import Group, Piece
 
-MAX_GATHERED_ROWS = 2**15
-"""Cache rows that are copied side by side at once: 75 MB of GLM-5's in fp32."""
-MAX_SCORES = 2**17
-"""Pairs of query token and cached position at once; times heads, of fp32: 33 MB for GLM-5."""
-SPREAD = 64
-"""Contexts in a group are at most twice its shortest and this many more; so padding at most about doubles the work."""
 MAX_PADDED = 128
-"""Rows of the busiest expert up to which all experts are padded to it; beyond, one product is large enough for all threads."""
+"""Rows of the busiest expert up to which all experts are padded to it; beyond, one product is large enough for all
+threads."""
 
 
 # --- projections and norms --------------------------------------------------------------------------------------------
@@ -59,9 +54,10 @@ def silu_and_mul(gate_up_TX: Tensor) -> Tensor:
 
 def _rotated(x_TJR: Tensor, rope_TR: Tensor) -> Tensor:
     """A rotated copy: pairs as complex numbers, times cos + i sin."""
-    x_TJP = torch.view_as_complex(x_TJR.float().unflatten(-1, (-1, 2)).contiguous())
+    pairs_TJP2 = x_TJR.unflatten(-1, (-1, 2)).to(torch.float32, copy=True, memory_format=torch.contiguous_format)
     turn_T1P = torch.view_as_complex(rope_TR.unflatten(-1, (-1, 2)))[:, None]
-    return torch.view_as_real(x_TJP * turn_T1P).flatten(-2).to(x_TJR.dtype)
+    torch.view_as_complex(pairs_TJP2).mul_(turn_T1P)
+    return pairs_TJP2.flatten(-2).to(x_TJR.dtype)
 
 
 def rope(x_TJX: Tensor, rope_TR: Tensor) -> None:
@@ -69,7 +65,9 @@ def rope(x_TJX: Tensor, rope_TR: Tensor) -> None:
     x_TJR.copy_(_rotated(x_TJR, rope_TR))
 
 
-def append_latent(kv_TL: Tensor, weight_C: Tensor, eps: float, rope_TR: Tensor, slots_T: Tensor, rows_NL: Tensor) -> None:
+def append_latent(
+    kv_TL: Tensor, weight_C: Tensor, eps: float, rope_TR: Tensor, slots_T: Tensor, rows_NL: Tensor
+) -> None:
     c_TC, k_pe_TR = kv_TL.split([weight_C.shape[0], rope_TR.shape[-1]], dim=-1)
     k_pe_TR = _rotated(k_pe_TR[:, None], rope_TR)[:, 0]
     rows_NL.index_copy_(0, slots_T, torch.cat([rms_norm(c_TC, weight_C, eps), k_pe_TR], dim=-1))
@@ -93,112 +91,6 @@ def mla_output(o_THC: Tensor, w_uv_HVC: Tensor) -> Tensor:
     return torch.bmm(o_THC.transpose(0, 1), w_uv_HVC.transpose(1, 2)).transpose(0, 1).flatten(1)
 
 
-# --- groups of slices -------------------------------------------------------------------------------------------------
-
-
-class Piece(NamedTuple):
-    """Consecutive tokens of one slice."""
-
-    slice: int
-    row: int
-    """Of its first token, in T."""
-    start: int
-    num_tokens: int
-
-    @property
-    def context(self) -> int:
-        return self.start + self.num_tokens
-
-
-@dataclass(frozen=True, slots=True)
-class Group:
-    """Pieces with equally many tokens, whose products with their own cached rows are one batched product."""
-
-    rows_B: Tensor | None
-    """Rows of T, piece by piece; ``None``: all of T in order."""
-    num_pieces: int
-    positions_Gn: Tensor
-    slots_Gs: Tensor
-    """int64; behind a piece's context its last slot stands again."""
-    hidden_Gns: Tensor | None
-    """bool, the positions behind each token's own, padding included; ``None``: there are none."""
-
-    def take(self, x_TX: Tensor) -> Tensor:
-        """The group's rows [B, ...] of x."""
-        return x_TX if self.rows_B is None else x_TX.index_select(0, self.rows_B)
-
-    def gather(self, cache_NX: Tensor) -> Tensor:
-        """fp32 [G, s, X], each piece's cached rows."""
-        return functional.embedding(self.slots_Gs, cache_NX).float()
-
-
-def _split(slice_: int, row: int, start: int, num_tokens: int) -> list[Piece]:
-    """A slice as pieces of at most :data:`MAX_SCORES` pairs; a piece of one token is never split."""
-    pieces = []
-    while num_tokens > 0:
-        size = num_tokens
-        if size * (start + size) > MAX_SCORES:  # the largest n with n * (start + n) pairs
-            size = max(int(((start * start + 4 * MAX_SCORES) ** 0.5 - start) / 2), 1)
-        pieces.append(Piece(slice_, row, start, size))
-        row, start, num_tokens = row + size, start + size, num_tokens - size
-    return pieces
-
-
-def _pieces(batch: ForwardBatch) -> list[Piece]:
-    """The slices of a step, long ones split."""
-    pieces: list[Piece] = []
-    row = 0
-    for slice_, (start, num_tokens) in enumerate(zip(batch.starts, batch.num_tokens, strict=True)):
-        pieces += _split(slice_, row, start, num_tokens)
-        row += num_tokens
-    return pieces
-
-
-def _groups(batch: ForwardBatch, pieces: list[Piece]) -> list[Group]:
-    """Equal lengths together, by growing context, until a group's bounds are reached."""
-    groups: list[Group] = []
-    members: list[Piece] = []
-    for piece in sorted(pieces, key=lambda p: (p.num_tokens, p.context)):
-        if members and not _fits(piece, members):
-            groups.append(_group(batch, members))
-            members = []
-        members.append(piece)
-    if members:
-        groups.append(_group(batch, members))
-    return groups
-
-
-def _fits(piece: Piece, members: list[Piece]) -> bool:
-    shortest, count = members[0], len(members) + 1
-    return (
-        piece.num_tokens == shortest.num_tokens
-        and piece.context <= 2 * shortest.context + SPREAD
-        and count * piece.context <= MAX_GATHERED_ROWS
-        and count * piece.context * piece.num_tokens <= MAX_SCORES
-    )
-
-
-def _group(batch: ForwardBatch, members: list[Piece]) -> Group:
-    device = batch.slots_T.device
-    num_tokens, longest = members[0].num_tokens, members[-1].context
-    total = len(batch.slots_T)
-
-    rows_G = [piece.row for piece in members]
-    is_all = rows_G == list(range(0, total, num_tokens)) and len(rows_G) * num_tokens == total
-    offset_n = torch.arange(num_tokens, device=device)
-    positions_Gn = torch.tensor([piece.start for piece in members], device=device)[:, None] + offset_n
-    rows_B = None if is_all else (torch.tensor(rows_G, device=device)[:, None] + offset_n).flatten()
-
-    position_s = torch.arange(longest, device=device)
-    position_Gs = torch.minimum(position_s, positions_Gn[:, -1:])
-    slices_G = torch.tensor([piece.slice for piece in members], device=device)
-    pages_Gs = batch.page_table_SP.index_select(0, slices_G).gather(1, position_Gs // batch.page_size)
-    slots_Gs = pages_Gs.long() * batch.page_size + position_Gs % batch.page_size
-    sees_all = num_tokens == 1 and members[0].context == longest
-    hidden_Gns = None if sees_all else position_s > positions_Gn[..., None]
-    return Group(rows_B, len(members), positions_Gn, slots_Gs, hidden_Gns)
-
-
 # --- selection --------------------------------------------------------------------------------------------------------
 
 
@@ -217,9 +109,9 @@ class SelectTokens:
     def plan(self, batch: ForwardBatch, index_topk: int) -> SelectPlan | None:
         if max((s + n for s, n in zip(batch.starts, batch.num_tokens, strict=True)), default=0) <= index_topk:
             return None
-        pieces = _pieces(batch)
-        fitting = _groups(batch, [piece for piece in pieces if piece.context <= index_topk])
-        scored = _groups(batch, [piece for piece in pieces if piece.context > index_topk])
+        pieces = split_slices(batch)
+        fitting = group_pieces(batch, [piece for piece in pieces if piece.context <= index_topk])
+        scored = group_pieces(batch, [piece for piece in pieces if piece.context > index_topk])
         return SelectPlan(index_topk, fitting, scored)
 
     def run(self, plan: SelectPlan, q_TJI: Tensor, w_TJ: Tensor, keys_NI: Tensor) -> Tensor:
@@ -241,11 +133,17 @@ def _select(group: Group, q_TJI: Tensor, w_TJ: Tensor, keys_NI: Tensor, width: i
     """Slots int32 [B, K] of the tokens of a group whose contexts are longer than K."""
     q_BJI, w_BJ = group.take(q_TJI).float(), group.take(w_TJ)
     num_heads = q_BJI.shape[1]
-    dots_GXs = torch.bmm(q_BJI.reshape(group.num_pieces, -1, q_BJI.shape[-1]), group.gather(keys_NI).transpose(1, 2)).relu_()
+    dots_GXs = torch.bmm(
+        q_BJI.reshape(group.num_pieces, -1, q_BJI.shape[-1]), group.gather(keys_NI).transpose(1, 2)
+    ).relu_()
     score_Bs = torch.bmm(w_BJ[:, None], dots_GXs.view(-1, num_heads, dots_GXs.shape[-1]))[:, 0]
     hidden_Bs = None if group.hidden_Gns is None else group.hidden_Gns.flatten(0, 1)
     position_BK = _top_positions(score_Bs, hidden_Bs, width)
-    slot_Bs = group.slots_Gs if group.positions_Gn.shape[1] == 1 else group.slots_Gs.repeat_interleave(group.positions_Gn.shape[1], 0)
+    slot_Bs = (
+        group.slots_Gs
+        if group.positions_Gn.shape[1] == 1
+        else group.slots_Gs.repeat_interleave(group.positions_Gn.shape[1], 0)
+    )
     slot_BK = slot_Bs.gather(1, position_BK)
     if hidden_Bs is not None:
         slot_BK.masked_fill_(position_BK > group.positions_Gn.reshape(-1, 1), -1)
@@ -255,15 +153,15 @@ def _select(group: Group, q_TJI: Tensor, w_TJ: Tensor, keys_NI: Tensor, width: i
 def _top_positions(score_Bs: Tensor, hidden_Bs: Tensor | None, width: int) -> Tensor:
     """Positions int64 [B, width] of the highest scores; of equal ones the lower positions; hidden ones last.
 
-    torch.topk leaves the choice between equal scores open, and relu makes many that are exactly 0. So it is given distinct integers: the
-    bits of the score, made to grow with it, above the position counted down.
-    """
+    torch.topk leaves the choice between equal scores open, and relu makes many that are exactly 0. So it is given
+    distinct integers: the bits of the score, made to grow with it, above the position counted down."""
     bits_Bs = (score_Bs + 0.0).view(torch.int32)  # + 0.0: -0.0 and 0.0 are equal scores
     bits_Bs ^= (bits_Bs >> 31) & 0x7FFFFFFF  # negative floats grow as their bits shrink
     if hidden_Bs is not None:
         bits_Bs.masked_fill_(hidden_Bs, -(2**31))
     countdown_s = torch.arange(bits_Bs.shape[-1], 0, -1, device=bits_Bs.device)
-    return torch.topk((bits_Bs.long() << 32).add_(countdown_s), width, dim=-1, sorted=False).indices
+    key_Bs = (bits_Bs.long() << 32).add_(countdown_s)
+    return torch.topk(key_Bs, width, dim=-1, sorted=hidden_Bs is not None).indices
 
 
 # --- attention --------------------------------------------------------------------------------------------------------
@@ -290,12 +188,18 @@ class MlaAttention:
     """:class:`glm5ray.kernels.interface.MlaAttention`"""
 
     def plan(self, batch: ForwardBatch, index_topk: int) -> AttentionPlan:
-        pieces = _pieces(batch)
-        dense = _groups(batch, [piece for piece in pieces if piece.context <= index_topk])
+        pieces = split_slices(batch)
+        dense = group_pieces(batch, [piece for piece in pieces if piece.context <= index_topk])
         return AttentionPlan(dense, _sparse_rows([piece for piece in pieces if piece.context > index_topk], index_topk))
 
     def run(
-        self, plan: AttentionPlan, q_THL: Tensor, rows_NL: Tensor, selected_TK: Tensor | None, scale: float, value_dim: int
+        self,
+        plan: AttentionPlan,
+        q_THL: Tensor,
+        rows_NL: Tensor,
+        selected_TK: Tensor | None,
+        scale: float,
+        value_dim: int,
     ) -> Tensor:
         if len(plan.dense) == 1 and plan.dense[0].rows_B is None:
             return _attend_all(plan.dense[0], q_THL, rows_NL, scale, value_dim)
@@ -304,7 +208,9 @@ class MlaAttention:
             o_THC[group.rows_B] = _attend_all(group, q_THL, rows_NL, scale, value_dim)
         for first, last, is_full in plan.sparse:
             assert selected_TK is not None, "a context longer than index_topk without a selection"
-            o_THC[first:last] = _attend_selected(q_THL[first:last], rows_NL, selected_TK[first:last], is_full, scale, value_dim)
+            o_THC[first:last] = _attend_selected(
+                q_THL[first:last], rows_NL, selected_TK[first:last], is_full, scale, value_dim
+            )
         return o_THC
 
 
@@ -318,7 +224,9 @@ def _sparse_rows(pieces: list[Piece], index_topk: int) -> list[SparseRows]:
         spans.append(span)
     size = max(MAX_GATHERED_ROWS // index_topk, 1)
     return [
-        SparseRows(first, min(first + size, span.last), span.is_full) for span in spans for first in range(span.first, span.last, size)
+        SparseRows(first, min(first + size, span.last), span.is_full)
+        for span in spans
+        for first in range(span.first, span.last, size)
     ]
 
 
@@ -343,7 +251,7 @@ def _attend_selected(
     is_padding_TK = None
     if not is_full:
         is_padding_TK = selected_TK < 0
-        # a slot that the token does see stands for padding: what other slots hold, NaN perhaps, is not this sequence's matter
+        # a slot that the token does see stands for padding: what others hold, NaN perhaps, is not its matter
         some_T1 = selected_TK.amax(-1, keepdim=True)
         selected_TK = torch.where(is_padding_TK, some_T1, selected_TK)
     rows_TKL = functional.embedding(selected_TK, rows_NL).float()
@@ -380,37 +288,34 @@ def experts(x_TM: Tensor, ids_TA: Tensor, weights_TA: Tensor, experts: ExpertWei
     """Z: assignments in order of tokens, T * A of them. Y: those to experts of this rank, sorted by expert."""
     num_experts = experts.gate_up_EFM.shape[0]
     expert_Z = ids_TA.flatten() - experts.first_expert
-    elsewhere_Z = (expert_Z < 0) | (expert_Z >= num_experts)
-    sorted_Z, order_Z = torch.sort(expert_Z.masked_fill_(elsewhere_Z, num_experts), stable=True)
-    counts_E = torch.bincount(sorted_Z, minlength=num_experts)[:num_experts]
+    expert_Z.masked_fill_((expert_Z < 0) | (expert_Z >= num_experts), num_experts)  # sorts elsewhere's last
+    expert_Z, order_Z = torch.sort(expert_Z, stable=True)
+    counts_E = torch.bincount(expert_Z, minlength=num_experts)[:num_experts]
     counts = counts_E.tolist()
     num_here, busiest = sum(counts), max(counts)
-    if num_here == 0:
-        return torch.zeros_like(x_TM)
-
     order_Y = order_Z[:num_here]
     x_YM = x_TM.index_select(0, order_Y // ids_TA.shape[1])
     if busiest <= MAX_PADDED and num_experts * busiest <= 2 * num_here:
-        first_E = counts_E.cumsum(0) - counts_E
-        place_Y = torch.arange(num_here, device=x_TM.device) - (first_E - torch.arange(num_experts, device=x_TM.device) * busiest).index_select(0, sorted_Z[:num_here])
-        out_XM = _padded_experts(x_YM, place_Y, busiest, experts)
+        out_YM = _experts_at_once(x_YM, expert_Z[:num_here], counts_E, busiest, experts)
     else:
-        place_Y = torch.arange(num_here, device=x_TM.device)
-        out_XM = _experts_one_by_one(x_YM, counts, experts)
-    place_Z = torch.zeros_like(order_Z).index_copy_(0, order_Y, place_Y)
-    out_ZM = out_XM.index_select(0, place_Z)
-    if num_here < len(order_Z):
-        out_ZM.masked_fill_(elsewhere_Z[:, None], 0)
-    return torch.bmm(weights_TA[:, None], out_ZM.float().view(*ids_TA.shape, -1))[:, 0].to(x_TM.dtype)
+        out_YM = _experts_one_by_one(x_YM, counts, experts)
+    out_ZM = x_TM.new_zeros(len(order_Z), x_TM.shape[1]).index_copy_(0, order_Y, out_YM)
+    return torch.bmm(weights_TA[:, None], out_ZM.float().view(*ids_TA.shape, x_TM.shape[1]))[:, 0].to(x_TM.dtype)
 
 
-def _padded_experts(x_YM: Tensor, place_Y: Tensor, busiest: int, experts: ExpertWeights) -> Tensor:
-    """[E * busiest, M]: all experts in one batched product, each with as many rows as the busiest; threads share it without waiting
-    for each other at every expert. Row y goes to ``place[y]``."""
+def _experts_at_once(x_YM: Tensor, expert_Y: Tensor, counts_E: Tensor, busiest: int, experts: ExpertWeights) -> Tensor:
+    """[Y, M]: one batched product, every expert padded to as many rows as the busiest has.
+
+    Threads share it without waiting for each other at every expert: two to three times as fast as one by one when
+    experts have tens of rows.
+    """
     num_experts, hidden = experts.gate_up_EFM.shape[0], x_YM.shape[1]
-    x_EnM = x_YM.new_zeros(num_experts * busiest, hidden).index_copy_(0, place_Y, x_YM).view(num_experts, busiest, hidden)
-    hidden_EnF = silu_and_mul(torch.bmm(x_EnM, experts.gate_up_EFM.transpose(1, 2)))
-    return torch.bmm(hidden_EnF, experts.down_EMF.transpose(1, 2)).view(-1, hidden)
+    first_Y = (counts_E.cumsum(0) - counts_E).index_select(0, expert_Y)
+    place_Y = expert_Y * busiest + torch.arange(len(expert_Y), device=x_YM.device) - first_Y
+    x_XM = x_YM.new_zeros(num_experts * busiest, hidden).index_copy_(0, place_Y, x_YM)
+    gate_up_EnF = torch.bmm(x_XM.view(num_experts, busiest, hidden), experts.gate_up_EFM.transpose(1, 2))
+    out_EnM = torch.bmm(silu_and_mul(gate_up_EnF), experts.down_EMF.transpose(1, 2))
+    return out_EnM.flatten(0, 1).index_select(0, place_Y)
 
 
 def _experts_one_by_one(x_YM: Tensor, counts: list[int], experts: ExpertWeights) -> Tensor:

@@ -1,4 +1,5 @@
-"""The operations that the model is made of, as one table of callables; providers implement them, ``select`` fills the table.
+"""The operations that the model is made of, as one table of callables; providers implement them, ``select`` fills the
+table.
 
 Letters of the shape suffixes, here and in every provider (GLM-5's size in brackets):
 
@@ -13,10 +14,10 @@ Letters of the shape suffixes, here and in every provider (GLM-5's size in brack
     E  experts of this rank [256]                           A  experts of a token, num_experts_per_tok [8]
     O  outputs of a linear layer                            X  any width
 
-Rules for all: T may be 0. Activations and weights are fp32 or bf16, the same in one call; arithmetic that ``docs/model.md`` calls fp32 is
-fp32. Results are new tensors of the input's dtype unless said otherwise; what is written in place is said. A row of a result depends on
-the rows of the same token (and the cache rows it may see) only, up to rounding.
-"""
+Rules for all: T may be 0. Activations and weights are fp32 or bf16, the same in one call; arithmetic that
+``docs/model.md`` calls fp32 is fp32. Results are new tensors of the input's dtype unless said otherwise; what is
+written in place is said. A row of a result depends on the rows of the same token (and the cache rows it may see)
+only, up to rounding."""
 
 from __future__ import annotations
 
@@ -29,7 +30,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ForwardBatch:
-    """One step on one device: tensors for the model, and the same numbers on the host for whatever loops over slices."""
+    """One step on one device: tensors for the model, and the same numbers on the host for whatever loops over
+    slices."""
 
     token_ids_T: Tensor
     """int64"""
@@ -38,7 +40,8 @@ class ForwardBatch:
     slots_T: Tensor
     """int64, where each token's KV is written: ``page * page_size + offset``; no two tokens share one."""
     page_table_SP: Tensor
-    """int32, pages of each slice's sequence in order of position, -1 behind the last; they reach the slice's last token at least."""
+    """int32, pages of each slice's sequence in order of position, -1 behind the last; they reach the slice's last
+    token at least."""
     starts: tuple[int, ...]
     """Host: position of the first token of each slice."""
     num_tokens: tuple[int, ...]
@@ -74,16 +77,16 @@ class ExpertWeights:
 class SelectTokens(Protocol):
     """DSA's indexer: which cached tokens each token may attend to.
 
-    The score of a visible position s (not behind the token's own) is ``sum_j w[t, j] * relu(q[t, j] . key[s])`` in fp32. The published
-    formula multiplies it by ``(J * I) ** -0.5``, which changes no order and is left out. The ``index_topk`` highest scores are
-    selected, of equal scores the lower position first; all of them when there are no more than that.
-    """
+    The score of a visible position s (not behind the token's own) is ``sum_j w[t, j] * relu(q[t, j] . key[s])`` in
+    fp32. The published formula multiplies it by ``(J * I) ** -0.5``, which changes no order and is left out. The
+    ``index_topk`` highest scores are selected, of equal scores the lower position first; all of them when there are
+    no more than that."""
 
     def plan(self, batch: ForwardBatch, index_topk: int) -> Any | None:
         """What all layers of the step share: the provider's own handle, of host lists and device tensors.
 
-        ``None`` if no token of the step sees more than ``index_topk`` positions: nothing is to be selected, ``run`` is not called.
-        """
+        ``None`` if no token of the step sees more than ``index_topk`` positions: nothing is to be selected, ``run``
+        is not called."""
         ...
 
     def run(self, plan: Any, q_TJI: Tensor, w_TJ: Tensor, keys_NI: Tensor) -> Tensor:
@@ -95,19 +98,21 @@ class SelectTokens(Protocol):
 
 
 class MlaAttention(Protocol):
-    """Attention in absorbed form: every head attends to the same latent rows, whose first C numbers are also the values."""
+    """Attention in absorbed form: every head attends to the same latent rows, whose first C numbers are also the
+    values."""
 
     def plan(self, batch: ForwardBatch, index_topk: int) -> Any:
         """As :meth:`SelectTokens.plan`, but never ``None``."""
         ...
 
-    def run(self, plan: Any, q_THL: Tensor, rows_NL: Tensor, selected_TK: Tensor | None, scale: float, value_dim: int) -> Tensor:
+    def run(
+        self, plan: Any, q_THL: Tensor, rows_NL: Tensor, selected_TK: Tensor | None, scale: float, value_dim: int
+    ) -> Tensor:
         """[T, H, C]: ``sum_s softmax_s(scale * q[t, h] . rows[s]) * rows[s, :value_dim]``, the softmax in fp32.
 
-        s runs over ``selected_TK``, or over all positions not behind the token's own if that is ``None``. rows_NL: the layer's latent
-        rows, those of this step already appended. What stands in slots that no token of a sequence may see, NaN included, must not
-        reach its result.
-        """
+        s runs over ``selected_TK``, or over all positions not behind the token's own if that is ``None``. rows_NL:
+        the layer's latent rows, those of this step already appended. What stands in slots that no token of a sequence
+        may see, NaN included, must not reach its result."""
         ...
 
 
@@ -119,7 +124,8 @@ class Linear(Protocol):
 
 class RmsNorm(Protocol):
     def __call__(self, x_TX: Tensor, weight_X: Tensor, eps: float) -> Tensor:
-        """[T, X]: ``x / sqrt(mean(x^2) + eps)`` in fp32, rounded to x's dtype, then times weight. x may have strided rows."""
+        """[T, X]: ``x / sqrt(mean(x^2) + eps)`` in fp32, rounded to x's dtype, then times weight. x may have strided
+        rows."""
         ...
 
 
@@ -139,23 +145,32 @@ class Rope(Protocol):
     def __call__(self, x_TJX: Tensor, rope_TR: Tensor) -> None:
         """Rotates the first R of X in place: the pair (2i, 2i+1) by the angle of i; pairs stay in place.
 
-        rope_TR: fp32, ``cos`` and ``sin`` of each angle side by side: (cos_0, sin_0, cos_1, sin_1, ...). x_TJX may be a strided
-        view; its last stride is 1.
-        """
+        rope_TR: fp32, ``cos`` and ``sin`` of each angle side by side: (cos_0, sin_0, cos_1, sin_1, ...). x_TJX may be
+        a strided view; its last stride is 1."""
         ...
 
 
 class AppendLatent(Protocol):
-    def __call__(self, kv_TL: Tensor, weight_C: Tensor, eps: float, rope_TR: Tensor, slots_T: Tensor, rows_NL: Tensor) -> None:
+    def __call__(
+        self, kv_TL: Tensor, weight_C: Tensor, eps: float, rope_TR: Tensor, slots_T: Tensor, rows_NL: Tensor
+    ) -> None:
         """Writes ``rows[slots] = [rms_norm(kv[:, :C]) | rope(kv[:, C:])]``. kv_TL may have strided rows."""
         ...
 
 
 class AppendIndexKeys(Protocol):
     def __call__(
-        self, k_TI: Tensor, weight_I: Tensor, bias_I: Tensor, eps: float, rope_TR: Tensor, slots_T: Tensor, keys_NI: Tensor
+        self,
+        k_TI: Tensor,
+        weight_I: Tensor,
+        bias_I: Tensor,
+        eps: float,
+        rope_TR: Tensor,
+        slots_T: Tensor,
+        keys_NI: Tensor,
     ) -> None:
-        """Writes ``keys[slots] = rope(layer_norm(k))``; the norm with bias in fp32, the rotation on the first R. k_TI may have strided rows."""
+        """Writes ``keys[slots] = rope(layer_norm(k))``; the norm with bias in fp32, the rotation on the first R. k_TI
+        may have strided rows."""
         ...
 
 
@@ -172,13 +187,14 @@ class MlaOutput(Protocol):
 
 
 class Route(Protocol):
-    def __call__(self, x_TM: Tensor, gate_EM: Tensor, bias_E: Tensor, settings: RouterSettings) -> tuple[Tensor, Tensor]:
+    def __call__(
+        self, x_TM: Tensor, gate_EM: Tensor, bias_E: Tensor, settings: RouterSettings
+    ) -> tuple[Tensor, Tensor]:
         """(expert numbers int64 [T, A], weights fp32 [T, A]); E counts all experts of the model.
 
-        ``s = sigmoid(x @ gate.T)`` with x, gate and bias in fp32; the A highest of ``s + bias`` are chosen (within the ``topk_group``
-        groups whose two highest sum to most); weights are ``s`` without the bias, divided by their sum + 1e-20 if
-        ``norm_topk_prob``, times ``routed_scaling_factor``.
-        """
+        ``s = sigmoid(x @ gate.T)`` with x, gate and bias in fp32; the A highest of ``s + bias`` are chosen (within
+        the ``topk_group`` groups whose two highest sum to most); weights are ``s`` without the bias, divided by their
+        sum + 1e-20 if ``norm_topk_prob``, times ``routed_scaling_factor``."""
         ...
 
 
@@ -190,7 +206,8 @@ class Experts(Protocol):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Kernels:
-    """One implementation per operation. Two kinds: plain functions, and pairs of ``plan`` (once a step) and ``run`` (once a layer)."""
+    """One implementation per operation. Two kinds: plain functions, and pairs of ``plan`` (once a step) and ``run``
+    (once a layer)."""
 
     linear: Linear
     rms_norm: RmsNorm

@@ -46,7 +46,9 @@ def rope(x_TJX: Tensor, rope_TR: Tensor) -> None:
     x_TJX[..., 1:width:2] = rotated_odd.to(x_TJX.dtype)
 
 
-def append_latent(kv_TL: Tensor, weight_C: Tensor, eps: float, rope_TR: Tensor, slots_T: Tensor, rows_NL: Tensor) -> None:
+def append_latent(
+    kv_TL: Tensor, weight_C: Tensor, eps: float, rope_TR: Tensor, slots_T: Tensor, rows_NL: Tensor
+) -> None:
     c_TC, k_pe_TR = kv_TL.split([weight_C.shape[0], rope_TR.shape[-1]], dim=-1)
     k_pe_T1R = k_pe_TR[:, None].clone()
     rope(k_pe_T1R, rope_TR)
@@ -111,7 +113,13 @@ class MlaAttention:
         return batch
 
     def run(
-        self, plan: ForwardBatch, q_THL: Tensor, rows_NL: Tensor, selected_TK: Tensor | None, scale: float, value_dim: int
+        self,
+        plan: ForwardBatch,
+        q_THL: Tensor,
+        rows_NL: Tensor,
+        selected_TK: Tensor | None,
+        scale: float,
+        value_dim: int,
     ) -> Tensor:
         o_THC = q_THL.new_zeros(*q_THL.shape[:2], value_dim)
         for row, slots_s in _tokens(plan):
@@ -128,7 +136,9 @@ def route(x_TM: Tensor, gate_EM: Tensor, bias_E: Tensor, settings: RouterSetting
     choice_TE = score_TE + bias_E.float()
     choice_TGe = choice_TE.unflatten(-1, (settings.n_group, -1))
     group_TG = choice_TGe.topk(min(2, choice_TGe.shape[-1]), dim=-1).values.sum(-1)
-    is_in_TG = torch.zeros_like(group_TG, dtype=torch.bool).scatter_(1, group_TG.topk(settings.topk_group, dim=-1).indices, True)
+    is_in_TG = torch.zeros_like(group_TG, dtype=torch.bool).scatter_(
+        1, group_TG.topk(settings.topk_group, dim=-1).indices, True
+    )
     choice_TE = choice_TGe.masked_fill(~is_in_TG[..., None], float("-inf")).flatten(1)
     ids_TA = torch.sort(choice_TE, dim=-1, descending=True, stable=True).indices[:, : settings.num_experts_per_tok]
     weights_TA = score_TE.gather(1, ids_TA)

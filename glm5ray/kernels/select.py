@@ -1,8 +1,8 @@
 """Which provider serves each operation: decided once, at start, from the config and the device, and logged.
 
-For each operation the config's provider is taken if it names one (one that cannot serve it is an error, never a silent fallback); else the
-config's ``default`` if that can serve it; else the first that can, in the order of :data:`PROVIDERS`, which ends in the reference.
-"""
+For each operation the config's provider is taken if it names one (one that cannot serve it is an error, never a
+silent fallback); else the config's ``default`` if that can serve it; else the first that can, in the order of
+:data:`PROVIDERS`, which ends in the reference."""
 
 from __future__ import annotations
 
@@ -58,9 +58,9 @@ class Choice(NamedTuple):
 def kernel_table(choices: Mapping[str, str], device: str) -> list[Choice]:
     """The provider of each operation and why it was taken; imports none of them.
 
-    choices: op (or ``default``) -> provider, the config's ``kernels``. device: ``cpu`` or ``cuda``, with or without a number.
-    Raises :class:`ConfigError` for an unknown op or provider, and for a provider that cannot serve the op it is named for.
-    """
+    choices: op (or ``default``) -> provider, the config's ``kernels``. device: ``cpu`` or ``cuda``, with or without a
+    number. Raises :class:`ConfigError` for an unknown op or provider, and for a provider that cannot serve the op it
+    is named for."""
     device = device.partition(":")[0]
     known = {provider.name: provider for provider in PROVIDERS}
     for op, name in choices.items():
@@ -72,7 +72,8 @@ def kernel_table(choices: Mapping[str, str], device: str) -> list[Choice]:
 
 
 def select_kernels(choices: Mapping[str, str], device: str) -> Kernels:
-    """The table of callables for :class:`glm5ray.model.glm5.Glm5`; arguments and errors as :func:`kernel_table`. Logs one line an op."""
+    """The table of callables for :class:`glm5ray.model.glm5.Glm5`; arguments and errors as :func:`kernel_table`. Logs
+    one line an op."""
     modules = {provider.name: provider.module for provider in PROVIDERS}
     chosen = {}
     for op, provider, why in kernel_table(choices, device):

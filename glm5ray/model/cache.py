@@ -1,9 +1,8 @@
 """The tensors behind page numbers.
 
-Each layer keeps one row per token: the normed latent and the rotated rope key, side by side (C + R numbers). Each layer with an
-indexer keeps one index key more. All of them are indexed by the same slots, ``page * page_size + offset``, so that one page number
-stands for ``page_size`` tokens in every layer.
-"""
+Each layer keeps one row per token: the normed latent and the rotated rope key, side by side (C + R numbers). Each
+layer with an indexer keeps one index key more. All of them are indexed by the same slots, ``page * page_size +
+offset``, so that one page number stands for ``page_size`` tokens in every layer."""
 
 from __future__ import annotations
 
@@ -18,11 +17,11 @@ if TYPE_CHECKING:
 
 
 class PagedCache:
-    """KV of all layers. ``latent[layer]`` is [N, C + R]; ``index_keys[layer]`` is [N, index_head_dim] or ``None`` in a shared layer.
+    """KV of all layers. ``latent[layer]`` is [N, C + R]; ``index_keys[layer]`` is [N, index_head_dim] or ``None`` in
+    a shared layer.
 
-    N is ``num_pages * page_size``. With ``with_mtp``, the MTP layers' entries follow the others'. The memory starts as zeros: it may be
-    read (and masked) before it is written.
-    """
+    N is ``num_pages * page_size``. With ``with_mtp``, the MTP layers' entries follow the others'. The memory starts
+    as zeros: it may be read (and masked) before it is written."""
 
     def __init__(
         self,

@@ -1,9 +1,10 @@
-"""GLM-5 (``glm_moe_dsa``): latent attention over pages, the sparse indexer, experts, and the layer for multi-token prediction.
+"""GLM-5 (``glm_moe_dsa``): latent attention over pages, the sparse indexer, experts, and the layer for multi-token
+prediction.
 
-Read it from top to bottom: Indexer, MLA, MLP, MoE, DecoderLayer, MTP, Glm5. ``docs/model.md`` has the formulas and where each is computed.
-Parameters have the checkpoint's names. The arithmetic is in the kernel table; this file says what follows what, which weights are fused, and
-which results are summed over ranks. Shape suffixes as in :mod:`glm5ray.kernels.interface`; Q: q_lora_rank [2048].
-"""
+Read it from top to bottom: Indexer, MLA, MLP, MoE, DecoderLayer, MTP, Glm5. ``docs/model.md`` has the formulas and
+where each is computed. Parameters have the checkpoint's names. The arithmetic is in the kernel table; this file says
+what follows what, which weights are fused, and which results are summed over ranks. Shape suffixes as in
+:mod:`glm5ray.kernels.interface`; Q: q_lora_rank [2048]."""
 
 from __future__ import annotations
 
@@ -69,7 +70,9 @@ class Indexer(nn.Module):
     def append(self, step: Step, k_TI: Tensor, keys_NI: Tensor) -> None:
         """Writes the tokens' index keys; done in every step, also when nothing is selected in it."""
         norm = self.k_norm
-        self.kernels.append_index_keys(k_TI, norm.weight, norm.bias, norm.eps, step.rope_TR, step.batch.slots_T, keys_NI)
+        self.kernels.append_index_keys(
+            k_TI, norm.weight, norm.bias, norm.eps, step.rope_TR, step.batch.slots_T, keys_NI
+        )
 
     def select(self, step: Step, q_TJI: Tensor, w_TJ: Tensor, keys_NI: Tensor) -> Tensor:
         """Slots [T, K] of the selected tokens. q_TJI is rotated in place."""
@@ -78,7 +81,8 @@ class Indexer(nn.Module):
 
 
 class MLA(nn.Module):
-    """Multi-head latent attention in absorbed form: W_UK goes into the query and W_UV into the output, so the cache holds latents."""
+    """Multi-head latent attention in absorbed form: W_UK goes into the query and W_UV into the output, so the cache
+    holds latents."""
 
     def __init__(self, build: Build, *, has_indexer: bool) -> None:
         super().__init__()
@@ -119,7 +123,8 @@ class MLA(nn.Module):
     def forward(
         self, x_TM: Tensor, step: Step, rows_NL: Tensor, keys_NI: Tensor | None, selected_TK: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
-        """(output [T, M], the selection used). ``selected_TK`` comes from the layer before; a layer with an indexer makes a new one."""
+        """(output [T, M], the selection used). ``selected_TK`` comes from the layer before; a layer with an indexer
+        makes a new one."""
         kernels = self.kernels
         q_a_TQ, kv_TL, *for_index = kernels.linear(x_TM, self.from_hidden_OM).split(self.hidden_splits, dim=-1)
         norm = self.kv_a_layernorm
@@ -134,8 +139,14 @@ class MLA(nn.Module):
             self.indexer.append(step, for_index[0], keys_NI)
             selected_TK = None
             if selects:
-                index_q_TJI = q_TO[:, self.num_query_rows :].unflatten(-1, (self.indexer.num_heads, self.indexer.head_dim))
-                w_TJ = for_index[1] if self.fuses_index_weights else kernels.linear(x_TM.float(), self.indexer.weights_proj.weight)
+                index_q_TJI = q_TO[:, self.num_query_rows :].unflatten(
+                    -1, (self.indexer.num_heads, self.indexer.head_dim)
+                )
+                w_TJ = (
+                    for_index[1]
+                    if self.fuses_index_weights
+                    else kernels.linear(x_TM.float(), self.indexer.weights_proj.weight)
+                )
                 selected_TK = self.indexer.select(step, index_q_TJI, w_TJ, keys_NI)
 
         q_THD = q_TO[:, : self.num_query_rows].unflatten(-1, (self.num_heads, -1))
@@ -146,7 +157,8 @@ class MLA(nn.Module):
 
 
 class MLP(nn.Module):
-    """``down(silu(gate(x)) * up(x))``, columns split over the tensor-parallel ranks: the result is this rank's part of a sum."""
+    """``down(silu(gate(x)) * up(x))``, columns split over the tensor-parallel ranks: the result is this rank's part
+    of a sum."""
 
     def __init__(self, build: Build, width: int, what: str) -> None:
         super().__init__()
@@ -227,7 +239,9 @@ class MoE(nn.Module):
         self.shared_experts = MLP(build, shared_width, "moe_intermediate_size") if shared_width else None
 
     def forward(self, x_TM: Tensor) -> Tensor:
-        ids_TA, weights_TA = self.kernels.route(x_TM, self.gate.weight, self.gate.e_score_correction_bias, self.settings)
+        ids_TA, weights_TA = self.kernels.route(
+            x_TM, self.gate.weight, self.gate.e_score_correction_bias, self.settings
+        )
         out_TM = self.kernels.experts(x_TM, ids_TA, weights_TA, self.experts.weights)
         if self.shared_experts is None:
             return self.parallel.all_reduce_world(out_TM)
@@ -258,8 +272,8 @@ class DecoderLayer(nn.Module):
         keys_NI: Tensor | None,
         selected_TK: Tensor | None,
     ) -> tuple[Tensor, Tensor | None]:
-        """(what is still to be added to ``residual_TM``, the selection). ``update_TM`` is that of the layer before; so each addition
-        is one pass together with the norm behind it. ``residual_TM`` is changed in place."""
+        """(what is still to be added to ``residual_TM``, the selection). ``update_TM`` is that of the layer before;
+        so each addition is one pass together with the norm behind it. ``residual_TM`` is changed in place."""
         norm = self.input_layernorm
         x_TM = self.kernels.add_rms_norm(residual_TM, update_TM, norm.weight, norm.eps)
         update_TM, selected_TK = self.self_attn(x_TM, step, rows_NL, keys_NI, selected_TK)
@@ -277,7 +291,8 @@ class SharedHead(nn.Module):
 
 
 class MTPLayer(DecoderLayer):
-    """Predicts the token after the next from a hidden state and the next token. It always has its own indexer and experts."""
+    """Predicts the token after the next from a hidden state and the next token. It always has its own indexer and
+    experts."""
 
     def __init__(self, build: Build) -> None:
         super().__init__(build, has_indexer=True, is_sparse=True)
@@ -313,12 +328,11 @@ class Backbone(nn.Module):
 class Glm5(nn.Module):
     """The model of one rank.
 
-    It is made on the meta device. Weights arrive by ``load_state_dict(state, strict=True, assign=True)``; then :meth:`prepare` must be
-    called once. All methods that compute run under ``torch.inference_mode``.
+    It is made on the meta device. Weights arrive by ``load_state_dict(state, strict=True, assign=True)``; then
+    :meth:`prepare` must be called once. All methods that compute run under ``torch.inference_mode``.
 
-    norm_eps: epsilon of the two latent norms; ``checkpoint``: ``rms_norm_eps``, as engines have it; ``huggingface``: 1e-6, as transformers.
-    Raises :class:`ConfigError` if the sizes cannot be split over the ranks.
-    """
+    norm_eps: epsilon of the two latent norms; ``checkpoint``: ``rms_norm_eps``, as engines have it; ``huggingface``:
+    1e-6, as transformers. Raises :class:`ConfigError` if the sizes cannot be split over the ranks."""
 
     def __init__(
         self,
@@ -339,11 +353,14 @@ class Glm5(nn.Module):
 
     @torch.inference_mode()
     def prepare(self) -> None:
-        """Derives what the forward pass reads from the loaded weights. Peak memory: one fused weight beside its parts."""
+        """Derives what the forward pass reads from the loaded weights. Peak memory: one fused weight beside its
+        parts."""
         for module in self.modules():
             if isinstance(module, MLA | MLP | Router | RoutedExperts):
                 module.prepare()
-        pairs_P = torch.arange(0, self.config.qk_rope_head_dim, 2, dtype=torch.float32, device=self.lm_head.weight.device)
+        pairs_P = torch.arange(
+            0, self.config.qk_rope_head_dim, 2, dtype=torch.float32, device=self.lm_head.weight.device
+        )
         self.inv_freq_P = 1.0 / self.config.rope_theta ** (pairs_P / self.config.qk_rope_head_dim)
 
     @torch.inference_mode()
@@ -374,15 +391,16 @@ class Glm5(nn.Module):
     def mtp_forward(self, batch: ForwardBatch, hidden_TM: Tensor, cache: PagedCache, mtp_layer: int = 0) -> Tensor:
         """Hidden states behind ``shared_head.norm`` [T, M], for :meth:`compute_logits` or for the next draft.
 
-        hidden_TM: behind ``model.norm`` (or of the draft before) at the batch's positions. The batch's token ids are shifted left by one: row
-        p carries the token at position p + 1, while positions and slots stay those of p.
-        """
+        hidden_TM: behind ``model.norm`` (or of the draft before) at the batch's positions. The batch's token ids are
+        shifted left by one: row p carries the token at position p + 1, while positions and slots stay those of p."""
         index = self.config.num_hidden_layers + mtp_layer
         layer = self.model.layers[index]
         assert isinstance(layer, MTPLayer), f"layer {index} is no MTP layer"
         update_TM = layer.join(self.model.embed_tokens(batch.token_ids_T), hidden_TM)
         residual_TM = torch.zeros_like(update_TM)
-        update_TM, _ = layer(residual_TM, update_TM, self._step(batch), cache.latent[index], cache.index_keys[index], None)
+        update_TM, _ = layer(
+            residual_TM, update_TM, self._step(batch), cache.latent[index], cache.index_keys[index], None
+        )
         norm = layer.shared_head.norm
         return self.kernels.add_rms_norm(residual_TM, update_TM, norm.weight, norm.eps)
 

@@ -1,7 +1,8 @@
 """Weights with their shares per rank: linear layers, norms, embedding, head.
 
-These modules hold parameters under the checkpoint's names; the arithmetic is the kernels'. Parameters are made on the meta device,
-so a model of any size is built at once and in no memory, and get their values by ``load_state_dict(..., assign=True)``.
+These modules hold parameters under the checkpoint's names; the arithmetic is the kernels'. Parameters are made on the
+meta device, so a model of any size is built at once and in no memory, and get their values by ``load_state_dict(...,
+assign=True)``.
 
 Shape suffixes as in :mod:`glm5ray.kernels.interface`; W: rows of the vocabulary on this rank.
 """
@@ -27,7 +28,8 @@ def parameter(*shape: int, dtype: torch.dtype) -> nn.Parameter:
 
 
 class Linear(nn.Module):
-    """``weight`` [out, in]. Whether either is a share of the whole is the owner's matter; no linear layer of the family has a bias."""
+    """``weight`` [out, in]. Whether either is a share of the whole is the owner's matter; no linear layer of the
+    family has a bias."""
 
     def __init__(self, in_features: int, out_features: int, dtype: torch.dtype) -> None:
         super().__init__()

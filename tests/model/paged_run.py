@@ -1,4 +1,5 @@
-"""Drives a model over pages as the engine does: sequences grow slice by slice, their pages lie scattered in one cache."""
+"""Drives a model over pages as the engine does: sequences grow slice by slice, their pages lie scattered in one
+cache."""
 
 from __future__ import annotations
 
@@ -19,10 +20,19 @@ if TYPE_CHECKING:
 class PagedRun:
     """Known sequences of tokens, of which each step computes some more.
 
-    ``room``: tokens by which each sequence may still grow. ``slices`` of a step: (sequence, number of tokens), in any order. Pages are handed out at random, one at a time as they are needed.
-    """
+    ``room``: tokens by which each sequence may still grow. ``slices`` of a step: (sequence, number of tokens), in any
+    order. Pages are handed out at random, one at a time as they are needed."""
 
-    def __init__(self, model: Glm5, sequences: list[list[int]], page_size: int, *, seed: int = 0, room: int = 0, with_mtp: bool = False) -> None:
+    def __init__(
+        self,
+        model: Glm5,
+        sequences: list[list[int]],
+        page_size: int,
+        *,
+        seed: int = 0,
+        room: int = 0,
+        with_mtp: bool = False,
+    ) -> None:
         self.model, self.sequences, self.page_size = model, sequences, page_size
         self.done = [0] * len(sequences)
         self.pages: list[list[int]] = [[] for _ in sequences]

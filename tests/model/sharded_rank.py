@@ -1,8 +1,8 @@
 """One rank of ``test_sharding``, as a process: ``python -m tests.model.sharded_rank FOLDER RANK``.
 
-FOLDER holds the whole model's weights, its config, a batch of token sequences and transformers' logits (``task.pt``), and is where the two
-ranks meet. Prints one line per layout with the largest difference. No pytest and no transformers here: it starts faster.
-"""
+FOLDER holds the whole model's weights, its config, a batch of token sequences and transformers' logits (``task.pt``),
+and is where the two ranks meet. Prints one line per layout with the largest difference. No pytest and no transformers
+here: it starts faster."""
 
 from __future__ import annotations
 
@@ -20,7 +20,14 @@ from tests.model.paged_run import PagedRun
 
 LAYOUTS = {"tp2": (2, 1), "ep2": (1, 2), "tp2+ep2": (2, 2)}
 
-ROWS = ("embed_tokens.weight", "lm_head.weight", "q_b_proj.weight", "kv_b_proj.weight", "gate_proj.weight", "up_proj.weight")
+ROWS = (
+    "embed_tokens.weight",
+    "lm_head.weight",
+    "q_b_proj.weight",
+    "kv_b_proj.weight",
+    "gate_proj.weight",
+    "up_proj.weight",
+)
 COLUMNS = ("o_proj.weight", "down_proj.weight")
 
 
@@ -54,7 +61,7 @@ def main(folder: Path, rank: int) -> None:
         model.prepare()
         logits = PagedRun(model, task["sequences"], page_size=8).all_logits(task["steps"])
         worst = max(float((a - b).abs().max()) for a, b in zip(logits, task["logits"], strict=True))
-        print(layout, worst, flush=True)
+        sys.stdout.write(f"{layout} {worst}\n")
     rows = torch.arange(3.0)[:, None] + 10 * rank  # rank 0 sends 1 row to 0 and 2 to 1, rank 1 sends 2 and 1
     send, receive = ([1, 2], [1, 2]) if rank == 0 else ([2, 1], [2, 1])
     got = parallel.all_to_all(rows, send, receive).flatten().tolist()

@@ -17,17 +17,18 @@ def test_bytes_per_page_is_what_is_allocated(dtype: torch.dtype, with_mtp: bool)
     config = type(model_config(hf_config())).from_dict(values)
     cache = PagedCache(config, num_pages=3, page_size=16, dtype=dtype, with_mtp=with_mtp)
     tensors = [*cache.latent, *(keys for keys in cache.index_keys if keys is not None)]
-    assert sum(tensor.nbytes for tensor in tensors) == 3 * PagedCache.bytes_per_page(config, 16, dtype, with_mtp=with_mtp)
+    assert sum(tensor.nbytes for tensor in tensors) == 3 * PagedCache.bytes_per_page(
+        config, 16, dtype, with_mtp=with_mtp
+    )
     shared = [i for i, keys in enumerate(cache.index_keys) if keys is None]
     assert shared == [2, 4, 5]
 
 
 def test_bytes_per_page_of_glm52() -> None:
     """The published sizes: 78 latents of 576 numbers and 21 index keys of 128, in bf16: 95,232 bytes a token."""
-    values = hf_config().to_dict() | {
-        "num_hidden_layers": 78, "indexer_types": None, "index_topk_freq": 4, "index_skip_topk_offset": 3, "mlp_layer_types": None,
-        "kv_lora_rank": 512, "qk_rope_head_dim": 64, "index_head_dim": 128,
-    }  # fmt: skip
+    layers = {"num_hidden_layers": 78, "index_topk_freq": 4, "index_skip_topk_offset": 3, "indexer_types": None}
+    sizes = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "index_head_dim": 128, "mlp_layer_types": None}
+    values = hf_config().to_dict() | layers | sizes
     config = type(model_config(hf_config())).from_dict(values)
     assert PagedCache.bytes_per_page(config, 64, torch.bfloat16) == 64 * 95_232
 
@@ -35,7 +36,8 @@ def test_bytes_per_page_of_glm52() -> None:
 @pytest.mark.parametrize("provider", ["reference", "cpu"])
 @pytest.mark.parametrize("index_topk", [24, 200])
 def test_poisoned_pages_reach_nobody(provider: str, index_topk: int) -> None:
-    """Every slot that no sequence has written holds NaN, and so does one whole sequence; the other's logits are untouched."""
+    """Every slot that no sequence has written holds NaN, and so does one whole sequence; the other's logits are
+    untouched."""
     model = our_model(hf_model(2, **INDEX_SHARE, index_topk=index_topk), kernels={"default": provider})
     tokens = torch.randint(1, 96, (41,)).tolist()
     steps = [[(0, 20), (1, 30)], [(0, 20), (1, 5)], [(0, 1), (1, 1)]]

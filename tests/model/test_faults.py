@@ -1,4 +1,5 @@
-"""The faults that other engines have had, made on purpose: the comparison with transformers must notice each of them."""
+"""The faults that other engines have had, made on purpose: the comparison with transformers must notice each of
+them."""
 
 from __future__ import annotations
 
@@ -130,7 +131,12 @@ def test_kernel_fault_is_noticed(fault: str, theirs: Any, tokens: list[int], exp
 
 @pytest.mark.parametrize(
     "dropped",
-    ["e_score_correction_bias", "indexer.k_norm.bias", "indexer.weights_proj.weight", "shared_experts.down_proj.weight"],
+    [
+        "e_score_correction_bias",
+        "indexer.k_norm.bias",
+        "indexer.weights_proj.weight",
+        "shared_experts.down_proj.weight",
+    ],
 )
 def test_dropped_weight_is_noticed(dropped: str, theirs: Any, tokens: list[int], expected: Tensor) -> None:
     model = our_model(theirs)

@@ -1,4 +1,5 @@
-"""The model against transformers' GlmMoeDsaForCausalLM: same weights, same logits, however the tokens are cut into steps and pages."""
+"""The model against transformers' GlmMoeDsaForCausalLM: same weights, same logits, however the tokens are cut into
+steps and pages."""
 
 from __future__ import annotations
 
@@ -89,7 +90,8 @@ def test_token_by_token(name: str, page_size: int) -> None:
     seed=st.integers(0, 2**16),
 )
 def test_any_steps(name: str, page_size: int, lengths: list[int], seed: int) -> None:
-    """Several sequences on interleaved pages, each cut into any chunks, in steps that mix prefill and decode in any order."""
+    """Several sequences on interleaved pages, each cut into any chunks, in steps that mix prefill and decode in any
+    order."""
     theirs, ours = models(name)
     generator = random.Random(seed)
     sequences = [random_tokens(length, seed + i) for i, length in enumerate(lengths)]
@@ -141,7 +143,8 @@ def bf16_errors(changes: dict[str, Any], seeds: range) -> tuple[torch.Tensor, to
 
 
 def test_bf16_arithmetic() -> None:
-    """Where nothing is chosen (all experts, all tokens), our bf16 is as close to fp32 as transformers' own, or closer."""
+    """Where nothing is chosen (all experts, all tokens), our bf16 is as close to fp32 as transformers' own, or
+    closer."""
     ours, theirs = bf16_errors({**INDEX_SHARE, "index_topk": 200, "n_routed_experts": 3}, range(4))
     assert ours.mean() <= theirs.mean()
     assert ours.quantile(0.99) <= theirs.quantile(0.99)
@@ -149,7 +152,8 @@ def test_bf16_arithmetic() -> None:
 
 @pytest.mark.parametrize("name", ["glm5", "glm52"])
 def test_bf16_with_choices(name: str) -> None:
-    """Now and then bf16 makes either model choose another expert or token than fp32; such errors are large, and equally so in both."""
+    """Now and then bf16 makes either model choose another expert or token than fp32; such errors are large, and
+    equally so in both."""
     ours, theirs = bf16_errors(MODELS[name], range(8))
     assert ours.mean() <= 1.25 * theirs.mean()
     assert ours.median() <= 1.25 * theirs.median()

@@ -1,4 +1,5 @@
-"""The layer for multi-token prediction. transformers leaves it out, so the oracle is put together from its decoder layer and norms."""
+"""The layer for multi-token prediction. transformers leaves it out, so the oracle is put together from its decoder
+layer and norms."""
 
 from __future__ import annotations
 
@@ -52,7 +53,8 @@ class Oracle(nn.Module):
 
 @pytest.mark.parametrize("index_topk", [24, 200])
 def test_mtp_layer(index_topk: int) -> None:
-    """In chunks over pages, beside the main model's own cache, the layer gives what it gives over the whole sequence at once."""
+    """In chunks over pages, beside the main model's own cache, the layer gives what it gives over the whole sequence
+    at once."""
     layer, length = INDEX_SHARE["num_hidden_layers"], 50
     theirs = hf_model(5, **INDEX_SHARE, index_topk=index_topk)
     oracle = Oracle(layer, index_topk=index_topk)

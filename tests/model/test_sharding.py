@@ -1,4 +1,5 @@
-"""Two processes over gloo: tensor parallel, expert parallel and both give the logits of one, which are transformers'."""
+"""Two processes over gloo: tensor parallel, expert parallel and both give the logits of one, which are
+transformers'."""
 
 from __future__ import annotations
 
@@ -77,5 +78,10 @@ def test_layouts() -> None:
 def test_one_rank_needs_no_groups() -> None:
     x = torch.arange(6.0).view(2, 3)
     alone = ParallelContext()
-    for result in (alone.all_reduce(x), alone.all_reduce_world(x), alone.all_gather(x, 1), alone.all_to_all(x, [2], [2])):
+    for result in (
+        alone.all_reduce(x),
+        alone.all_reduce_world(x),
+        alone.all_gather(x, 1),
+        alone.all_to_all(x, [2], [2]),
+    ):
         assert result is x
