@@ -39,10 +39,10 @@ def run_scheduler_bench(
 ) -> dict[str, Any]:
     """Times ``steps`` decode steps for each number of sequences, ``repetitions`` times over.
 
-    ``results`` has, for each number, medians over the steps in microseconds, of the repetition whose ``step_us`` is least:
-    what else runs on the machine adds time and never takes any away. ``spread_us`` is the least and the largest of those
-    medians. Python's garbage collector is as it is by default; ``step_us_rare_gc`` is the same with a threshold that lets it
-    run every fiftieth step or so instead of in each: every event is an object that it counts.
+    ``results`` has, for each number, medians over the steps in microseconds, of the repetition whose ``step_us`` is
+    least: what else runs on the machine adds time and never takes any away. ``spread_us`` is the least and the largest
+    of those medians. The garbage collector is as it is by default; ``step_us_rare_gc`` is the same with a threshold
+    that lets it run every fiftieth step or so instead of in each: every event is an object that it counts.
     """
     results = []
     for count in num_seqs:
