@@ -91,8 +91,8 @@ class Sequence:
         """Node of the last of them; ``None``: the chain is broken, nothing more goes into the cache."""
         self.inserted: list[int] = []
         """Nodes that this sequence computed, for the case that it turns out to be poisoned."""
-        self.num_cached_tokens = -1
-        """Prompt tokens found in the cache when it was first admitted; -1 before."""
+        self.num_cached_tokens = 0
+        """Tokens found in the cache when it was last admitted. Until its first event these are prompt tokens alone."""
         self.num_preemptions = 0
         self.num_passes = 0
         """Admissions of later sequences while this one did not fit."""

@@ -72,8 +72,7 @@ class SequencePages:
         seq.num_chained = len(pages)
         seq.last_node = node
         seq.num_scheduled = len(pages) * page_size
-        if seq.num_cached_tokens < 0:
-            seq.num_cached_tokens = seq.num_scheduled
+        seq.num_cached_tokens = seq.num_scheduled
         if seq.reads_cache:
             self.num_query_tokens += num_tokens
             self.num_hit_tokens += seq.num_scheduled
