@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Protocol
 
@@ -89,8 +90,8 @@ class FakeExecutor:
 
     def __init__(self, capacity: Capacity, next_token: Callable[[str, int, int], int]) -> None:
         self.capacity = capacity
-        self.steps: list[StepInput] = []
-        """Every step so far."""
+        self.steps: deque[StepInput] = deque(maxlen=1_000)
+        """The latest steps."""
         self._next_token = next_token
         self._known: dict[int, tuple[NewSequence, int]] = {}
 

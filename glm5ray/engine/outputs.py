@@ -36,6 +36,7 @@ class _ChoiceState:
             stop=params.stop,
             include_stop=params.include_stop_str_in_output,
             skip_special_tokens=params.skip_special_tokens,
+            min_tokens=params.min_tokens,
         )
         self.text: list[str] = []
         self.token_ids: list[int] = []

@@ -179,6 +179,12 @@ def test_b10_text_held_back_at_the_end(make_written: MakeLLM, then_eos: bool, re
     assert deltas[-1].finish_reason is reason
 
 
+def test_b18_a_stop_string_before_min_tokens_does_not_end_the_text(make_written: MakeLLM):
+    llm = make_written(script(b"p", b"abSTOPabSTOP"))
+    choice = one(llm, "p", SamplingParams(temperature=0.0, stop=("STOP",), min_tokens=8, max_tokens=20)).choices[0]
+    assert (choice.text, choice.stop_reason) == ("abSTOPab", "STOP")
+
+
 # --- seeds and many answers
 # ----------------------------------------------------------------------------------------------
 
