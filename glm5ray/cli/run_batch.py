@@ -50,10 +50,12 @@ def run_batch_command(
     check_paths(stream, [output, *([error_file] if error_file else [])], resume=resume, overwrite=overwrite)
     total = count_lines(stream) if isinstance(stream, Path) and stream.is_file() else None
 
+    from glm5ray.engine.core import collect_garbage_rarely
     from glm5ray.engine.llm import LLM
 
     with ProgressBar(f"loading {settings.model.path}", None, "MiB") as bar:
         llm = LLM(config=settings, progress=load_progress(bar))
+    collect_garbage_rarely()
     try:
         with llm, ProgressBar("run-batch", total, "lines") as bar:
             summary = run_batch(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections import deque
 from typing import TYPE_CHECKING
 
@@ -12,6 +13,18 @@ if TYPE_CHECKING:
     from glm5ray.config import CacheSection, SchedulerSection
     from glm5ray.engine.executor import Executor, PendingStep
     from glm5ray.protocol import GenerateRequest, StepInput, TokenEvent
+
+
+def collect_garbage_rarely() -> None:
+    """For a process that does nothing but run an engine, once it is loaded: takes what lives so far out of the garbage
+    collector's sight and lets it run every 50,000 objects.
+
+    Each token is an object that it would look at, and by default it looks every 700: a third of the scheduler's time
+    (docs/experiments/0001-scheduler-cost.md). It changes the whole process, so a library must not do it unasked.
+    """
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(50_000, 20, 20)
 
 
 class EngineCore:
