@@ -199,15 +199,22 @@ class Route(Protocol):
 
 
 class Experts(Protocol):
-    def __call__(self, x_TM: Tensor, ids_TA: Tensor, weights_TA: Tensor, experts: ExpertWeights) -> Tensor:
+    """The routed experts, whose weights are nearly all of the model: a provider may want them laid out its own way."""
+
+    def pack(self, experts: ExpertWeights) -> ExpertWeights:
+        """The same numbers as :meth:`run` reads them best; called once a layer, after loading. Shapes stay, strides
+        may not."""
+        ...
+
+    def run(self, x_TM: Tensor, ids_TA: Tensor, weights_TA: Tensor, experts: ExpertWeights) -> Tensor:
         """[T, M]: ``sum_a weights[t, a] * down(silu(gate(x)) * up(x))`` over the assignments to this rank's experts."""
         ...
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Kernels:
-    """One implementation per operation. Two kinds: plain functions, and pairs of ``plan`` (once a step) and ``run``
-    (once a layer)."""
+    """One implementation per operation, of three kinds: plain functions; ``plan`` (once a step) and ``run`` (once a
+    layer); ``pack`` (once, at load) and ``run``."""
 
     linear: Linear
     rms_norm: RmsNorm

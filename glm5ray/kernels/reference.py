@@ -147,16 +147,23 @@ def route(x_TM: Tensor, gate_EM: Tensor, bias_E: Tensor, settings: RouterSetting
     return ids_TA, weights_TA * settings.routed_scaling_factor
 
 
-def experts(x_TM: Tensor, ids_TA: Tensor, weights_TA: Tensor, experts: ExpertWeights) -> Tensor:
-    out_TM = torch.zeros_like(x_TM, dtype=torch.float32)
-    for e in range(experts.gate_up_EFM.shape[0]):
-        token_n, choice_n = torch.where(ids_TA == experts.first_expert + e)
-        gate_nF, up_nF = (x_TM[token_n].float() @ experts.gate_up_EFM[e].float().T).chunk(2, dim=-1)
-        hidden_nF = gate_nF * torch.sigmoid(gate_nF) * up_nF
-        result_nM = hidden_nF @ experts.down_EMF[e].float().T
-        out_TM.index_add_(0, token_n, result_nM * weights_TA[token_n, choice_n, None])
-    return out_TM.to(x_TM.dtype)
+class Experts:
+    """:class:`glm5ray.kernels.interface.Experts`"""
+
+    def pack(self, experts: ExpertWeights) -> ExpertWeights:
+        return experts
+
+    def run(self, x_TM: Tensor, ids_TA: Tensor, weights_TA: Tensor, experts: ExpertWeights) -> Tensor:
+        out_TM = torch.zeros_like(x_TM, dtype=torch.float32)
+        for e in range(experts.gate_up_EFM.shape[0]):
+            token_n, choice_n = torch.where(ids_TA == experts.first_expert + e)
+            gate_nF, up_nF = (x_TM[token_n].float() @ experts.gate_up_EFM[e].float().T).chunk(2, dim=-1)
+            hidden_nF = gate_nF * torch.sigmoid(gate_nF) * up_nF
+            result_nM = hidden_nF @ experts.down_EMF[e].float().T
+            out_TM.index_add_(0, token_n, result_nM * weights_TA[token_n, choice_n, None])
+        return out_TM.to(x_TM.dtype)
 
 
 select_tokens = SelectTokens()
 mla_attention = MlaAttention()
+experts = Experts()

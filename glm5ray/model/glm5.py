@@ -207,6 +207,7 @@ class RoutedExperts(nn.Module):
     def __init__(self, build: Build) -> None:
         super().__init__()
         config, parallel = build.config, build.parallel
+        self.kernels = build.kernels
         num_experts = shard_size(config.n_routed_experts, parallel.ep_size, "n_routed_experts")
         width = shard_size(config.moe_intermediate_size, parallel.expert_tp_size, "moe_intermediate_size")
         self.first_expert = parallel.ep_rank * num_experts
@@ -214,9 +215,13 @@ class RoutedExperts(nn.Module):
         self.down_proj = parameter(num_experts, config.hidden_size, width, dtype=build.dtype)
 
     def prepare(self) -> None:
-        self.weights = ExpertWeights(
-            gate_up_EFM=self.gate_up_proj.data, down_EMF=self.down_proj.data, first_expert=self.first_expert
+        self.weights = self.kernels.experts.pack(
+            ExpertWeights(
+                gate_up_EFM=self.gate_up_proj.data, down_EMF=self.down_proj.data, first_expert=self.first_expert
+            )
         )
+        # the parameters become the packed tensors, so that nothing is held twice
+        self.gate_up_proj.data, self.down_proj.data = self.weights.gate_up_EFM, self.weights.down_EMF
 
 
 class MoE(nn.Module):
@@ -242,7 +247,7 @@ class MoE(nn.Module):
         ids_TA, weights_TA = self.kernels.route(
             x_TM, self.gate.weight, self.gate.e_score_correction_bias, self.settings
         )
-        out_TM = self.kernels.experts(x_TM, ids_TA, weights_TA, self.experts.weights)
+        out_TM = self.kernels.experts.run(x_TM, ids_TA, weights_TA, self.experts.weights)
         if self.shared_experts is None:
             return self.parallel.all_reduce_world(out_TM)
         shared_TM = self.shared_experts(x_TM)

@@ -86,9 +86,9 @@ def test_experts(kernels: Kernels, dims, dtype, routing, tokens, part) -> None:
         ids = torch.full_like(ids, first + dims.E)
     experts = ExpertWeights(gate_up_EFM=gate_up, down_EMF=down, first_expert=first)
     x = make.normal(tokens, dims.M)
-    actual = kernels.experts(x, ids, weights, experts)
+    actual = kernels.experts.run(x, ids, weights, kernels.experts.pack(experts))
     assert actual.dtype == dtype
-    assert_close("experts", actual, reference.experts(x, ids, weights, experts), dtype)
+    assert_close("experts", actual, reference.experts.run(x, ids, weights, experts), dtype)
 
 
 @pytest.mark.parametrize("tokens", [5, 64])
@@ -101,7 +101,7 @@ def test_a_token_with_nan_spoils_no_other(kernels: Kernels, tokens: int) -> None
     )
     ids = torch.rand(tokens, dims.E + 2, generator=make.generator).topk(dims.A).indices
     x, weights = make.normal(tokens, dims.M), make.normal(tokens, dims.A)
-    clean = kernels.experts(x, ids, weights, experts)
+    clean = kernels.experts.run(x, ids, weights, experts)
     x[0] = float("nan")
-    dirty = kernels.experts(x, ids, weights, experts)
+    dirty = kernels.experts.run(x, ids, weights, experts)
     torch.testing.assert_close(dirty[1:], clean[1:], rtol=1e-5, atol=1e-4)

@@ -82,7 +82,7 @@ def test_token_by_token(name: str, page_size: int) -> None:
     assert_same(run.all_logits([[(0, 1)]] * 60)[0], hf_logits(theirs, tokens))
 
 
-@settings(max_examples=15, deadline=None, derandomize=True)
+@settings(max_examples=30, deadline=None, derandomize=True)
 @given(
     name=st.sampled_from(["glm5", "glm52", "glm52-dense"]),
     page_size=st.sampled_from([1, 3, 16, 64]),
