@@ -340,6 +340,13 @@ if __name__ == "__main__":
     parser.add_argument("--examples", type=int, default=10)
     parser.add_argument("--forced-examples", type=int, default=32)
     parser.add_argument("--bf16", type=Path)
+    parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
-    result = main(options.folder, examples=options.examples, forced_examples=options.forced_examples, bf16=options.bf16)
+    result = main(
+        options.folder,
+        examples=options.examples,
+        forced_examples=options.forced_examples,
+        bf16=options.bf16,
+        seed=options.seed,
+    )
     sys.stdout.write(json.dumps(result) + "\n")
