@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 @pytest.mark.parametrize("exponent", [-140, -60, 60, 100])
 @pytest.mark.parametrize("step", STEPS)
 def test_hidden_positions_lose_to_any_score(kernels: Kernels, step: str, exponent: int) -> None:
-    """Powers of two keep the sums exact. Half of the scores are negative; positions behind a token's own are below all."""
+    """Powers of two keep sums exact. Half of the scores are negative; positions behind a token's own are below all."""
     dims = next(iter(DIMS.values()))
     make = Tensors(torch.float32)
     batch, num_slots = make_batch(STEPS[step], 16)
