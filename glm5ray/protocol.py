@@ -74,24 +74,28 @@ class SamplingParams:
     prompt_logprobs: int | None = None
     """The same for the tokens of the prompt (the first has none)."""
 
+    def __post_init__(self) -> None:
+        """One stop string may be given as such, and any collection where a tuple is meant. Nothing is refused here: a
+        bad value is the matter of :meth:`validate`, so that it fails its own request and no other."""
+        if isinstance(self.stop, str):
+            object.__setattr__(self, "stop", (self.stop,))
+        for name in ("stop", "stop_token_ids", "allowed_token_ids"):
+            value = getattr(self, name)
+            if isinstance(value, list | set | frozenset | range):
+                object.__setattr__(self, name, tuple(value))
+
     def validate(self, *, vocab_size: int, max_logprobs: int = 20, eos_token_ids: tuple[int, ...] = ()) -> None:
-        """Raises :class:`RequestError` with the field (``param``) that is out of range."""
-        for name in ("max_tokens", "min_tokens", "n", "top_k", "seed", "logprobs", "prompt_logprobs"):
-            _require_int(name, getattr(self, name), optional=name in _OPTIONAL_INTS)
+        """Raises :class:`RequestError` with the field (``param``) that is out of range or of the wrong type."""
+        self._validate_types()
         for name, low, high in _RANGES:
             value = getattr(self, name)
-            if value is None:
+            if value is None and name in _OPTIONAL_INTS:
                 continue
             if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
                 bounds = f"at least {_number(low)}" if high == _INF else f"from {_number(low)} to {_number(high)}"
                 raise RequestError(f"{name} is {value!r}; it must be a number {bounds}.", param=name)
         if not 0.0 < self.top_p <= 1.0:
             raise RequestError(f"top_p is {self.top_p}; it must be above 0 and at most 1.", param="top_p")
-        if self.repetition_penalty <= 0.0:
-            raise RequestError(
-                f"repetition_penalty is {self.repetition_penalty}; it must be above 0 (1 means none).",
-                param="repetition_penalty",
-            )
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise RequestError(
                 f"min_tokens is {self.min_tokens}, more than max_tokens, {self.max_tokens}; "
@@ -110,8 +114,25 @@ class SamplingParams:
                 f"which min_tokens, {self.min_tokens}, forbids at first.",
                 param="allowed_token_ids",
             )
-        if any(not text for text in self.stop):
+        if "" in self.stop:
             raise RequestError("stop has an empty string; leave it out.", param="stop")
+
+    def _validate_types(self) -> None:
+        for name in ("max_tokens", "min_tokens", "n", "top_k", "seed", "logprobs", "prompt_logprobs"):
+            _require_int(name, getattr(self, name), optional=name in _OPTIONAL_INTS)
+        for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens"):
+            if not isinstance(getattr(self, name), bool):
+                raise RequestError(f"{name} is {getattr(self, name)!r}; it must be True or False.", param=name)
+        if not isinstance(self.stop, tuple) or not all(isinstance(text, str) for text in self.stop):
+            raise RequestError(f"stop is {self.stop!r}; it must be a string or a list of strings.", param="stop")
+        if not isinstance(self.logit_bias, dict):
+            raise RequestError(
+                f"logit_bias is {self.logit_bias!r}; it must map token ids to numbers.", param="logit_bias"
+            )
+        for name in ("stop_token_ids", "allowed_token_ids"):
+            value = getattr(self, name)
+            if not isinstance(value, tuple) and not (value is None and name == "allowed_token_ids"):
+                raise RequestError(f"{name} is {value!r}; it must be a list of token ids.", param=name)
 
     def _validate_tokens(self, vocab_size: int) -> None:
         check_token_ids("stop_token_ids", self.stop_token_ids, vocab_size)
@@ -146,7 +167,7 @@ _RANGES = (
     ("temperature", 0.0, 2.0),
     ("top_p", 0.0, 1.0),
     ("min_p", 0.0, 1.0),
-    ("repetition_penalty", 0.0, 10.0),
+    ("repetition_penalty", 0.01, 10.0),
     ("presence_penalty", -2.0, 2.0),
     ("frequency_penalty", -2.0, 2.0),
 )

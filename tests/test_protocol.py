@@ -129,7 +129,7 @@ def test_another_version_is_refused(encode: Any, decode: Any, message: Any) -> N
         ("top_k", 2**40, "from -1 to 2147483647"),
         ("top_p", 0.0, "above 0"),
         ("n", 0, "from 1 to 128"),
-        ("repetition_penalty", 0.0, "above 0"),
+        ("repetition_penalty", 0.0, "from 0.01 to 10"),
         ("logprobs", 21, "at most 20"),
         ("prompt_logprobs", -1, "at least 0"),
         ("seed", "x", "whole number"),

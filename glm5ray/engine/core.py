@@ -58,18 +58,23 @@ class EngineCore:
 
     def step(self) -> list[TokenEvent]:
         """One turn of the loop; an empty list is no end (see :attr:`has_work`). Raises :class:`WorkerDied`."""
+        self._finish_until(left=1)  # more are left only by a turn that was interrupted while it waited
         step = self.scheduler.schedule()
         if step is not None:
             self._running.append((step, self._executor.submit(step)))
-        events, self._events = self._events, []
         # overlapped: leave the step just submitted running, unless nothing else would be waited for
-        keep = 1 if self._overlap and step is not None else 0
-        while len(self._running) > keep:
-            done, pending = self._running[0]
-            output = pending.result()  # interrupted here, the step stays in the queue and the next turn takes it up
-            self._running.popleft()
-            events += self.scheduler.update(done, output)
+        self._finish_until(left=1 if self._overlap and step is not None else 0)
+        events, self._events = self._events, []
         return events
+
+    def _finish_until(self, left: int) -> None:
+        """Waits for the oldest steps until no more than ``left`` run. A step leaves the queue only when its output is
+        there."""
+        while len(self._running) > left:
+            done, pending = self._running[0]
+            output = pending.result()
+            self._running.popleft()
+            self._events += self.scheduler.update(done, output)
 
     def shutdown(self) -> None:
         """Ends the executor; what was running is lost."""

@@ -47,10 +47,10 @@ class _Running:
         self._future = future
 
     def result(self, timeout_s: float | None = None) -> StepOutput:
-        try:
-            return self._future.result(timeout_s)
-        except (RuntimeError, AssertionError, MemoryError, ValueError, IndexError, KeyError) as error:
+        error = self._future.exception(timeout_s)
+        if error is not None:
             raise WorkerDied(f"the worker failed in a step: {type(error).__name__}: {error}") from error
+        return self._future.result()
 
 
 class InProcessExecutor:

@@ -8,14 +8,16 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import count
+from os import PathLike
 from typing import TYPE_CHECKING, Any
 
 from glm5ray.config import EngineConfig
 from glm5ray.engine.core import EngineCore
 from glm5ray.engine.executor import InProcessExecutor
+from glm5ray.engine.interrupts import interrupts_held
 from glm5ray.engine.outputs import RequestOutput
 from glm5ray.engine.results import RequestFailure, RequestResult, TextDelta
-from glm5ray.errors import Glm5RayError, RequestError, WorkerDied
+from glm5ray.errors import ConfigError, Glm5RayError, RequestError, WorkerDied
 from glm5ray.protocol import FinishReason, GenerateRequest, SamplingParams
 from glm5ray.tokenizer import Tokenizer
 
@@ -24,7 +26,7 @@ if TYPE_CHECKING:
     from types import TracebackType
 
     from glm5ray.engine.executor import Executor
-    from glm5ray.protocol import Capacity
+    from glm5ray.protocol import Capacity, TokenEvent
     from glm5ray.scheduler.stats import SchedulerStats
 
 Prompt = str | Sequence[int]
@@ -53,7 +55,7 @@ class LLM:
 
     def __init__(
         self,
-        model: str | None = None,
+        model: str | PathLike[str] | None = None,
         *,
         config: EngineConfig | None = None,
         progress: Callable[[int, int], None] | None = None,
@@ -68,8 +70,17 @@ class LLM:
         from glm5ray.worker.worker import Worker
 
         config = config or EngineConfig()
+        if not isinstance(config, EngineConfig):
+            raise ConfigError(f"config is a {type(config).__name__}; make an EngineConfig, as load_config does")
+        if config.parallel.tp_size * config.parallel.ep_size > 1:
+            raise ConfigError(
+                f"parallel.tp_size is {config.parallel.tp_size} and parallel.ep_size {config.parallel.ep_size}; "
+                "LLM runs one rank, in this process; set both to 1"
+            )
         if model is not None:
-            config = replace(config, model=replace(config.model, path=model))
+            if not isinstance(model, str | PathLike):
+                raise ConfigError(f"model is {model!r}; it must be a folder's path or the name of a model")
+            config = replace(config, model=replace(config.model, path=str(model)))
         tokenizer = Tokenizer.from_checkpoint(resolve_checkpoint(config.model.path))
         executor = InProcessExecutor(lambda: Worker.load(config, progress=progress))
         self._open(executor, tokenizer, config)
@@ -99,8 +110,7 @@ class LLM:
         """Counts of the scheduler: running, waiting, pages, preemptions, prefix hits."""
         return self._core.scheduler.stats()
 
-    # --- generation
-    # ---------------------------------------------------------------------------------------------------------
+    # --- generation ---------------------------------------------------------------------------------------------------
 
     def generate(
         self,
@@ -116,8 +126,40 @@ class LLM:
         """
         many = _as_prompts(prompts)
         params = _as_params(sampling_params, len(many))
-        names = [f"generate-{next(self._numbers)}" for _ in many]
-        items = (self._prepare(*item) for item in zip(names, many, params, strict=True))
+        return self._answers([lambda p=prompt: self._encode(p) for prompt in many], params, on_result)
+
+    def chat(
+        self,
+        conversations: Sequence[Mapping[str, Any]] | Sequence[Sequence[Mapping[str, Any]]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        on_result: Callable[[RequestResult | RequestFailure], None] | None = None,
+        **template_options: Any,
+    ) -> list[RequestResult | RequestFailure]:
+        """:meth:`generate` for chat messages: one conversation (a list of messages) or several.
+
+        Messages go to the chat template as they are (``role``, ``content``, ``tool_calls`` with arguments as mappings),
+        and so do ``template_options`` (``tools``, ``enable_thinking`` ...).
+        """
+        if not isinstance(conversations, Sequence) or isinstance(conversations, str | bytes):
+            raise Glm5RayError(
+                f"conversations is {type(conversations).__name__}; it must be a list of messages, or a list of such "
+                "lists"
+            )
+        one = bool(conversations) and hasattr(conversations[0], "keys")
+        many: Any = [conversations] if one else conversations
+        params = _as_params(sampling_params, len(many))
+        return self._answers([lambda m=m: self._render(m, template_options) for m in many], params, on_result)
+
+    def _answers(
+        self,
+        prompts: list[Callable[[], tuple[int, ...]]],
+        params: list[SamplingParams],
+        on_result: Callable[[RequestResult | RequestFailure], None] | None,
+    ) -> list[RequestResult | RequestFailure]:
+        """Runs prompts that are still to be encoded; those that cannot be are failures in their place."""
+        names = [f"generate-{next(self._numbers)}" for _ in prompts]
+        items = (self._prepare(*item) for item in zip(names, prompts, params, strict=True))
         found: dict[str, RequestResult | RequestFailure] = {}
         for result in self.run(items):
             found[result.request_id] = result
@@ -125,25 +167,11 @@ class LLM:
                 on_result(result)
         return [found[name] for name in names]
 
-    def chat(
-        self,
-        conversations: Sequence[Mapping[str, Any]] | Sequence[Sequence[Mapping[str, Any]]],
-        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
-        **template_options: Any,
-    ) -> list[RequestResult | RequestFailure]:
-        """:meth:`generate` for chat messages: one conversation (a list of messages) or several.
-
-        ``template_options`` reach the chat template (``tools``, ``enable_thinking`` ...).
-        """
-        one = bool(conversations) and hasattr(conversations[0], "keys")
-        many: Any = [conversations] if one else conversations
-        prompts = [self.tokenizer.apply_chat_template(list(messages), **template_options) for messages in many]
-        return self.generate(prompts, sampling_params)
-
     def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[TextDelta]:
         """The answer to one prompt, piece by piece. Raises :class:`RequestError`. Closing the iterator ends the
         request."""
-        prepared = self._prepare(f"stream-{next(self._numbers)}", prompt, sampling_params or SamplingParams())
+        (params,) = _as_params(sampling_params, 1)
+        prepared = self._prepare(f"stream-{next(self._numbers)}", lambda: self._encode(prompt), params)
         if isinstance(prepared, RequestFailure):
             raise prepared.error
         sink = _Sink(wants_deltas=True)
@@ -189,8 +217,7 @@ class LLM:
         finally:
             self._abandon(sink)
 
-    # --- the engine below
-    # -------------------------------------------------------------------------------------------------
+    # --- the engine below ---------------------------------------------------------------------------------------------
 
     def _has_room(self, sink: _Sink) -> bool:
         """Enough waits that the scheduler can always fill a step, and no more; results are handed on before more is
@@ -200,19 +227,37 @@ class LLM:
         running = self.config.scheduler.max_num_seqs
         return self._core.scheduler.num_unfinished < running + min(running, 256) and len(sink.results) < 256
 
-    def _prepare(self, request_id: str, prompt: Prompt, params: SamplingParams) -> GenerateRequest | RequestFailure:
-        if isinstance(prompt, str):
-            token_ids = tuple(self.tokenizer.encode(prompt))
-        elif isinstance(prompt, Sequence) and not isinstance(prompt, bytes | bytearray):
-            token_ids = tuple(prompt)
-        else:
-            error = RequestError(f"a prompt is {prompt!r}; it must be a text or a list of token ids.", param="prompt")
+    def _prepare(
+        self, request_id: str, prompt: Callable[[], tuple[int, ...]], params: SamplingParams
+    ) -> GenerateRequest | RequestFailure:
+        try:
+            token_ids = prompt()
+        except RequestError as error:
             return RequestFailure(request_id=request_id, error=error)
         return GenerateRequest(request_id=request_id, prompt_token_ids=token_ids, sampling=params)
 
+    def _encode(self, prompt: Prompt) -> tuple[int, ...]:
+        """Raises :class:`RequestError`."""
+        if isinstance(prompt, str):
+            return tuple(self.tokenizer.encode(prompt))
+        if isinstance(prompt, Sequence) and not isinstance(prompt, bytes | bytearray):
+            return tuple(prompt)
+        raise RequestError(f"a prompt is {prompt!r}; it must be a text or a list of token ids.", param="prompt")
+
+    def _render(self, messages: Any, options: Mapping[str, Any]) -> tuple[int, ...]:
+        """Raises :class:`RequestError`."""
+        if not isinstance(messages, Sequence) or not all(hasattr(message, "keys") for message in messages):
+            raise RequestError(
+                f"a conversation is {messages!r}; it must be a list of messages, each with role and content.",
+                param="messages",
+            )
+        if not messages:
+            raise RequestError("a conversation has no messages; give at least one.", param="messages")
+        return tuple(self.tokenizer.encode(self.tokenizer.apply_chat_template(list(messages), **options)))
+
     def _submit(self, request: GenerateRequest, sink: _Sink) -> None:
         """Raises :class:`RequestError`."""
-        with self._lock:
+        with self._lock, interrupts_held():
             if self._dead is not None:
                 raise RequestError(self._dead, code="engine_failed", status=500)
             if request.sampling.seed is None:
@@ -228,28 +273,34 @@ class LLM:
             sink.results.append(RequestFailure(request_id=request.request_id, error=error))
 
     def _pump(self) -> None:
-        """One step of the engine; hands each event to the caller that it belongs to."""
-        with self._lock:
+        """One step of the engine; hands each event to the caller that it belongs to. Ctrl-C waits for its end."""
+        with self._lock, interrupts_held():
             if self._dead is not None:
                 return
             try:
                 events = self._core.step()
+                for event in events:
+                    self._deliver(event)
             except WorkerDied as error:
-                self._fail_all(str(error))
-                return
-            for event in events:
-                if event.request_id not in self._outputs:
-                    continue  # abandoned, or ended by a stop string
-                output, sink = self._outputs[event.request_id]
-                progress = output.process(event)
-                if progress.delta is not None and sink.wants_deltas:
-                    sink.deltas.append(progress.delta)
-                if progress.stop:
-                    self._core.abort(event.request_id, event.index, FinishReason.STOP)
-                if progress.result is not None:
-                    if isinstance(progress.result, RequestFailure):
-                        self._core.abort(event.request_id)
-                    self._close(event.request_id, progress.result)
+                self._fail_all(f"the engine has failed and takes no more requests ({error}); make a new LLM")
+            except BaseException:
+                # a second Ctrl-C, or a bug of ours: what scheduler and worker know may no longer agree
+                self._fail_all("the engine was broken off in the middle of a step; make a new LLM")
+                raise
+
+    def _deliver(self, event: TokenEvent) -> None:
+        if event.request_id not in self._outputs:
+            return  # abandoned, or ended by a stop string
+        output, sink = self._outputs[event.request_id]
+        progress = output.process(event)
+        if progress.delta is not None and sink.wants_deltas:
+            sink.deltas.append(progress.delta)
+        if progress.stop:
+            self._core.abort(event.request_id, event.index, FinishReason.STOP)
+        if progress.result is not None:
+            if isinstance(progress.result, RequestFailure):
+                self._core.abort(event.request_id)
+            self._close(event.request_id, progress.result)
 
     def _close(self, request_id: str, result: RequestResult | RequestFailure) -> None:
         _, sink = self._outputs.pop(request_id)
@@ -257,14 +308,15 @@ class LLM:
         sink.results.append(result)
 
     def _fail_all(self, why: str) -> None:
-        self._dead = f"the engine has failed and takes no more requests ({why}); make a new LLM"
+        """Ends every request with an error, now and from now on."""
+        self._dead = why
         for request_id in list(self._outputs):
-            error = RequestError(self._dead, code="engine_failed", status=500)
+            error = RequestError(why, code="engine_failed", status=500)
             self._close(request_id, RequestFailure(request_id=request_id, error=error))
 
     def _abandon(self, sink: _Sink) -> None:
         """Ends what a caller left running."""
-        with self._lock:
+        with self._lock, interrupts_held():
             for request_id in list(sink.open):
                 self._outputs.pop(request_id, None)
                 self._core.abort(request_id)
@@ -272,12 +324,16 @@ class LLM:
 
     def close(self) -> None:
         """Ends the worker and gives its memory back; what still runs fails."""
-        with self._lock:
+        with self._lock, interrupts_held():
             if self._dead is None:
-                self._fail_all("it was closed")
+                for request_id in self._outputs:
+                    self._core.abort(request_id)
+                self._fail_all("this LLM was closed and takes no more requests; make a new one")
             self._core.shutdown()
 
     def __enter__(self) -> LLM:
+        if self._dead is not None:
+            raise Glm5RayError(self._dead)
         return self
 
     def __exit__(
@@ -304,6 +360,10 @@ def _as_params(params: SamplingParams | Sequence[SamplingParams] | None, count: 
         return [SamplingParams()] * count
     if isinstance(params, SamplingParams):
         return [params] * count
+    if not isinstance(params, Sequence) or not all(isinstance(entry, SamplingParams) for entry in params):
+        raise Glm5RayError(
+            f"sampling_params is {params!r}; it must be a SamplingParams, or a list of one for each prompt"
+        )
     if len(params) != count:
         raise Glm5RayError(f"{len(params)} sampling_params for {count} prompts; give one for all or one for each")
     return list(params)

@@ -68,7 +68,8 @@ class Mirror:
         # a sequence that is dropped and one that takes its place can meet in the one step that is in flight
         num_rows = 2 * max_num_seqs
         self._free_rows = list(range(num_rows - 1, -1, -1))
-        self._page_table_RP = np.full((num_rows, self.max_pages), -1, dtype=np.int32)
+        # zeros, not -1: the system hands out the memory of a row when it is first used, and then the row is cleared
+        self._page_table_RP = np.zeros((num_rows, self.max_pages), dtype=np.int32)
         self.last_token_R = torch.zeros(num_rows, dtype=torch.int64, device=device)
 
     def apply(self, step: StepInput) -> tuple[list[MirrorSequence], list[MirrorSequence]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import time
 from typing import TYPE_CHECKING
 
@@ -214,6 +215,12 @@ def plan_capacity(
             )
     else:
         num_pages = cache.num_pages
+        available = _memory_bytes(device)
+        if num_pages * page_bytes > available:
+            raise ConfigError(
+                f"cache.num_pages is {num_pages}, which takes {num_pages * page_bytes / 2**30:.1f} GiB of the "
+                f"{available / 2**30:.1f} GiB that are here; lower it, or leave it at auto"
+            )
     held = num_pages * cache.page_size
     if scheduler.max_model_len != "auto" and held < wanted:
         raise ConfigError(
@@ -229,8 +236,15 @@ def plan_capacity(
     )
 
 
+def _memory_bytes(device: str) -> int:
+    """What could be allocated at most: a GPU's free memory, or a machine's whole memory."""
+    if device == "cpu":
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return torch.cuda.mem_get_info()[0]
+
+
 def _free_bytes(cache: CacheSection, device: str) -> int:
     if device == "cpu":
-        return int(cache.cpu_memory_gib * 2**30)
+        return min(int(cache.cpu_memory_gib * 2**30), _memory_bytes(device))
     free, total = torch.cuda.mem_get_info()
     return max(0, int(total * cache.memory_fraction) - (total - free))

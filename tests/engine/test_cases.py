@@ -37,8 +37,7 @@ def tokens(result: RequestResult | RequestFailure) -> tuple[int, ...]:
     return ok(result).choices[0].token_ids
 
 
-# --- lengths
-# ----------------------------------------------------------------------------------------------------------------
+# --- lengths ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("length", [129, 1000])
@@ -106,8 +105,7 @@ def test_b04_max_tokens_refused(make_tiny: MakeLLM, max_tokens):
         assert all(number in error.message for number in ("28", "101", "128"))
 
 
-# --- ids
-# --------------------------------------------------------------------------------------------------------------------
+# --- ids --------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -139,8 +137,7 @@ def test_b06_ids_and_ranges(make_tiny: MakeLLM, prompt, params, param):
     assert failed(results[3]).error.param == param
 
 
-# --- text
-# -------------------------------------------------------------------------------------------------------------------
+# --- text -------------------------------------------------------------------------------------------------------------
 
 ALPHABET = b"Here is the English alphabet: ABC"
 
@@ -185,8 +182,7 @@ def test_b18_a_stop_string_before_min_tokens_does_not_end_the_text(make_written:
     assert (choice.text, choice.stop_reason) == ("abSTOPab", "STOP")
 
 
-# --- seeds and many answers
-# ----------------------------------------------------------------------------------------------
+# --- seeds and many answers -------------------------------------------------------------------------------------------
 
 
 def test_b15_a_seed_with_neighbours(make_tiny: MakeLLM):
@@ -253,8 +249,7 @@ def test_b18_min_tokens(make_written: MakeLLM):
     assert error.param == "min_tokens"
 
 
-# --- log-probabilities
-# --------------------------------------------------------------------------------------------------
+# --- log-probabilities ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("length", [16, 17, 33])
@@ -278,8 +273,7 @@ def test_b20_prompt_logprobs_on_a_warm_cache(make_tiny: MakeLLM, length: int, ch
     assert one(llm, prompt, replace(params, logprobs=0)).choices[0].logprobs[0].top == ()
 
 
-# --- penalties with the overlapped loop
-# -------------------------------------------------------------------------------------
+# --- penalties with the overlapped loop -------------------------------------------------------------------------------
 
 FLAT = torch.full((VOCAB,), -100.0)
 FLAT[[97, 98, 99]] = torch.tensor([5.0, 4.5, 4.0])
@@ -314,8 +308,7 @@ def test_b21_penalties_across_a_preemption(make_written: MakeLLM, overlap: bool)
     assert llm.stats().num_preemptions > 0
 
 
-# --- preemption
-# -------------------------------------------------------------------------------------------------------------
+# --- preemption -------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("overlap", [False, True])
@@ -362,8 +355,7 @@ def test_b24_no_token_twice_in_a_stream(make_tiny: MakeLLM):
     noise.close()
 
 
-# --- poisoned prefixes
-# ------------------------------------------------------------------------------------------------------
+# --- poisoned prefixes ------------------------------------------------------------------------------------------------
 
 
 def test_b25_an_aborted_prefill_leaves_nothing_wrong(make_tiny: MakeLLM):
@@ -411,8 +403,7 @@ def test_b25_a_sequence_of_nan_ends_alone(make_tiny: MakeLLM, monkeypatch: pytes
     assert again.num_cached_tokens == 0
 
 
-# --- stalls
-# -----------------------------------------------------------------------------------------------------------------
+# --- stalls -----------------------------------------------------------------------------------------------------------
 
 
 def test_b27_small_requests_pass_a_large_one_but_not_for_ever(make_tiny: MakeLLM):
