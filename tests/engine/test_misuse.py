@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import signal
 import threading
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -15,6 +14,9 @@ from glm5ray.engine.results import RequestFailure, RequestResult
 from glm5ray.errors import ConfigError, Glm5RayError
 from glm5ray.protocol import SamplingParams
 from tests.engine.conftest import MakeLLM, settings
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
 
