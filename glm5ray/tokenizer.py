@@ -25,6 +25,19 @@ from glm5ray.model_config import read_json
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
+MAX_TEMPLATE_MESSAGE = 500
+"""Characters of a template's own error message that are passed on."""
+_TEMPLATE_ERRORS = (
+    jinja2.TemplateError,
+    TypeError,
+    ValueError,
+    LookupError,
+    AttributeError,
+    ArithmeticError,
+    RecursionError,
+)
+"""What code of a template raises when it meets a value that it was not written for."""
+
 
 class Tokenizer:
     """The tokenizer and the chat template of one checkpoint."""
@@ -106,6 +119,7 @@ class Tokenizer:
 
     def apply_chat_template(
         self,
+        /,  # a variable of the template may be called self, too
         messages: Sequence[Mapping[str, Any]],
         tools: Sequence[Mapping[str, Any]] | None = None,
         add_generation_prompt: bool = True,
@@ -121,14 +135,17 @@ class Tokenizer:
             raise CheckpointError(f"{self._where} has no chat template (chat_template.jinja); use /v1/completions")
         try:
             return self._template.render(
-                messages=messages,
-                tools=tools,
-                add_generation_prompt=add_generation_prompt,
-                **self._special_tokens,
-                **kwargs,
+                {
+                    **self._special_tokens,
+                    **kwargs,
+                    "messages": messages,
+                    "tools": tools,
+                    "add_generation_prompt": add_generation_prompt,
+                }
             )
-        except (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as error:
-            raise RequestError(f"the chat template refuses these messages: {error}", param="messages") from error
+        except _TEMPLATE_ERRORS as error:
+            why = str(error)[:MAX_TEMPLATE_MESSAGE]  # it may quote a message of any length
+            raise RequestError(f"the chat template refuses these messages: {why}", param="messages") from error
 
 
 class Detokenizer:

@@ -14,15 +14,17 @@ from __future__ import annotations
 import json
 import time
 import uuid
+from collections import Counter
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple, NoReturn, Protocol
 
 from glm5ray.engine.results import RequestFailure, RequestResult
-from glm5ray.errors import ConfigError, RequestError, WorkerDied, nearest
+from glm5ray.errors import RequestError, WorkerDied, nearest
 from glm5ray.jobs.lines import LineWriter, read_lines, recover
-from glm5ray.openai_api.body import shown
+from glm5ray.jobs.paths import check_paths, empty_file, open_input
+from glm5ray.openai_api.body import cut, found, shown
 from glm5ray.openai_api.requests import PreparedCall, ServedModel, parse_chat_body, parse_completion_body
 from glm5ray.openai_api.responses import chat_completion_body, completion_body
 
@@ -103,11 +105,12 @@ def run_batch(
     """
     paths = [Path(output)] + ([Path(error_file)] if error_file is not None else [])
     check_paths(source, paths, resume=resume, overwrite=overwrite)
+    new_paths = [path for path in paths if not path.exists()]
     served = ServedModel(
         tokenizer=llm.tokenizer, names=model_names, vocab_size=llm.capacity.vocab_size, max_logprobs=max_logprobs
     )
     with ExitStack() as stack:
-        stream = stack.enter_context(_open(source)) if isinstance(source, str | Path) else source
+        stream = stack.enter_context(open_input(source)) if isinstance(source, str | Path) else source
         done = _Done.of(paths) if resume else _Done()
         writers = [stack.enter_context(LineWriter(path, append=resume)) for path in paths]
         run = _Run(llm, served, done, writers, progress)
@@ -116,45 +119,10 @@ def run_batch(
         except KeyboardInterrupt as interrupt:
             raise BatchInterrupted(run.summary) from interrupt
     if run.num_lines == 0:
-        for path in paths:
-            if path.stat().st_size == 0:
-                path.unlink()
-        raise _empty_file(source)
+        for path in new_paths:
+            path.unlink()
+        raise empty_file(source)
     return run.summary
-
-
-def check_paths(source: str | Path | BinaryIO, outputs: list[Path], *, resume: bool, overwrite: bool) -> None:
-    """What :func:`run_batch` checks first, for callers that load a model in between. Raises :class:`ConfigError`."""
-    if resume and overwrite:
-        raise ConfigError("--resume and --overwrite exclude each other")
-    if isinstance(source, str | Path) and not Path(source).exists():
-        raise ConfigError(f"the batch file {source} does not exist")
-    if isinstance(source, str | Path) and Path(source).is_file() and Path(source).stat().st_size == 0:
-        raise _empty_file(source)
-    for i, path in enumerate(outputs):
-        if path in outputs[:i]:
-            raise ConfigError(
-                f"{path} cannot take both answers and errors; leave --error-file out to have them in one file"
-            )
-        if path.exists() and isinstance(source, str | Path) and path.samefile(source):
-            raise ConfigError(f"{path} is the input; name another output file")
-        if path.exists() and not (resume or overwrite):
-            raise ConfigError(
-                f"{path} exists; continue it with --resume, replace it with --overwrite, or name another file"
-            )
-        if not path.parent.is_dir():
-            raise ConfigError(f"cannot write {path}: there is no folder {path.parent}")
-
-
-def _empty_file(source: str | Path | BinaryIO) -> RequestError:
-    return RequestError(f"{source} has no lines; a batch file has one JSON object a line.", code="empty_file")
-
-
-def _open(path: str | Path) -> BinaryIO:
-    try:
-        return Path(path).open("rb")
-    except OSError as error:
-        raise ConfigError(f"cannot read the batch file {path}: {error.strerror}") from error
 
 
 class _Done(NamedTuple):
@@ -278,16 +246,19 @@ class _Run:
 
     def _parse(self, line: _Line, request_id: str) -> PreparedCall:
         parse = parse_chat_body if line.url == CHAT_URL else parse_completion_body
-        return parse(line.body, self._served, request_id=request_id)
+        try:
+            return parse(line.body, self._served, request_id=request_id)
+        except RecursionError as error:
+            raise RequestError("the body is nested too deeply.", code="nested_too_deeply") from error
 
     def _read_line(self, number: int, data: bytes | None) -> _Line | None:
         """``None`` for a line that an earlier run has answered. Raises :class:`_LineError`."""
         values = _parse_json(data)
         custom_id = values.get("custom_id")
         if not isinstance(custom_id, str) or not 0 < len(custom_id) <= MAX_CUSTOM_ID:
-            near = "" if "custom_id" in values else nearest("custom_id", [str(k) for k in values])
             wanted = f"it must be a text of 1 to {MAX_CUSTOM_ID} characters"
-            raise _LineError("invalid_custom_id", f"custom_id is {shown(custom_id)}; {wanted}{near}.", "custom_id")
+            message = f"{found(values, 'custom_id')}; {wanted}{_unknown_field(values)}."
+            raise _LineError("invalid_custom_id", message, "custom_id")
         first = self._line_of_id.setdefault(custom_id, number)
         if first != number:
             message = f"custom_id {shown(custom_id)} was already used by line {first}; ids must differ."
@@ -296,12 +267,14 @@ class _Run:
             return None
         method, url, body = (values.get(name) for name in _LINE_FIELDS[1:])
         if method != "POST":
-            raise _LineError("invalid_method", f"method is {shown(method)}; it must be 'POST'.", "method", custom_id)
+            message = f'{found(values, "method")}; it must be "POST"{_unknown_field(values)}.'
+            raise _LineError("invalid_method", message, "method", custom_id)
         if url not in (CHAT_URL, COMPLETIONS_URL):
-            message = f"url is {shown(url)}; it must be {CHAT_URL} or {COMPLETIONS_URL}."
+            message = f"{found(values, 'url')}; it must be {CHAT_URL} or {COMPLETIONS_URL}{_unknown_field(values)}."
             raise _LineError("invalid_url", message, "url", custom_id)
         if not isinstance(body, dict):
-            raise _LineError("invalid_body", f"body is {shown(body)}; it must be a JSON object.", "body", custom_id)
+            message = f"{found(values, 'body')}; it must be a JSON object{_unknown_field(values)}."
+            raise _LineError("invalid_body", message, "body", custom_id)
         return _Line(number, custom_id, url, body)
 
     # --- out ---------------------------------------------------------------------------------------------------------
@@ -320,13 +293,15 @@ class _Run:
                 self._write_failure(line, call.call_id, entry.error)
                 return
             results.append(entry)
-        if line.url == CHAT_URL:
-            body = chat_completion_body(call, results[0], self._served.tokenizer)
-        else:
-            body = completion_body(call, results, self._served.tokenizer)
+        body = self._answer_body(line, call, results)
         self._output.write(_record(call.call_id, line.custom_id, response=_response(200, call.call_id, body)))
         usage = body["usage"]
         self._count(completed=1, prompt_tokens=usage["prompt_tokens"], output_tokens=usage["completion_tokens"])
+
+    def _answer_body(self, line: _Line, call: PreparedCall, results: list[RequestResult]) -> dict[str, Any]:
+        if line.url == CHAT_URL:
+            return chat_completion_body(call, results[0], self._served.tokenizer)
+        return completion_body(call, results, self._served.tokenizer)
 
     def _write_failure(self, line: _Line, request_id: str, error: RequestError) -> None:
         """An error of the request has a status, as its HTTP answer would; one of the engine has no response."""
@@ -370,7 +345,7 @@ def _parse_json(data: bytes | None) -> dict[str, Any]:
     if data is None:
         raise _LineError("line_too_long", "the line is too long.")
     try:
-        values = json.loads(data.decode("utf-8"))
+        values = json.loads(data.decode("utf-8"), object_pairs_hook=_object, parse_constant=_no_constant)
     except UnicodeDecodeError as error:
         raise _LineError("invalid_utf8", f"the line is not UTF-8: {error.reason} at byte {error.start}.") from error
     except (ValueError, RecursionError) as error:
@@ -378,6 +353,26 @@ def _parse_json(data: bytes | None) -> dict[str, Any]:
     if not isinstance(values, dict):
         raise _LineError("invalid_json_line", f"the line is {shown(values)}; it must be a JSON object.")
     return values
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object whose names differ: of two values, readers of JSON take either."""
+    values = dict(pairs)
+    if len(values) < len(pairs):
+        twice, _ = Counter(name for name, _ in pairs).most_common(1)[0]
+        raise ValueError(f"the name {shown(twice)} comes twice in one object")
+    return values
+
+
+def _no_constant(text: str) -> NoReturn:
+    raise ValueError(f"{text} is no JSON value")
+
+
+def _unknown_field(values: dict[str, Any]) -> str:
+    """A hint for a line that lacks a field: one that it has and that may be meant."""
+    unknown = [cut(name) for name in values if name not in _LINE_FIELDS]
+    hints = [f"; the line has {shown(name)}{nearest(name, _LINE_FIELDS)}" for name in unknown[:20]]
+    return max(hints, key=lambda hint: "did you mean" in hint, default="")
 
 
 def _response(status: int, request_id: str, body: dict[str, Any]) -> dict[str, Any]:

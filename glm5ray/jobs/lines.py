@@ -1,16 +1,21 @@
-"""JSON lines on disk: reading what people write, and writing so that a file is whole at any moment."""
+"""JSON lines on disk: reading what people write, and writing so that a run can be resumed from what is there."""
 
 from __future__ import annotations
 
+import errno
 import json
 import os
+import shutil
+import stat
+import tempfile
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, Self
 
 from glm5ray.errors import ConfigError, Glm5RayError
+from glm5ray.jobs.paths import open_input
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
-    from pathlib import Path
     from types import TracebackType
 
 MAX_LINE_BYTES = 256 * 2**20
@@ -22,24 +27,31 @@ _BOM = b"\xef\xbb\xbf"
 def read_lines(stream: BinaryIO, max_bytes: int = MAX_LINE_BYTES) -> Iterator[tuple[int, bytes | None]]:
     """Number (from 1) and bytes of each line that is not blank; ``None`` in place of one that is too long.
 
-    A byte order mark, CRLF and a missing last newline are fine.
+    A byte order mark, CRLF and a missing last newline are fine. Raises :class:`Glm5RayError` if reading fails.
     """
     number = 0
-    while line := stream.readline(max_bytes):
+    while line := _read_line(stream, max_bytes):
         number += 1
         if number == 1:
             line = line.removeprefix(_BOM)
         if len(line) >= max_bytes and not line.endswith(b"\n"):
-            while (rest := stream.readline(max_bytes)) and not rest.endswith(b"\n"):
+            while (rest := _read_line(stream, max_bytes)) and not rest.endswith(b"\n"):
                 pass
             yield number, None
         elif line.strip():
             yield number, line
 
 
+def _read_line(stream: BinaryIO, max_bytes: int) -> bytes:
+    try:
+        return stream.readline(max_bytes)
+    except OSError as error:
+        raise Glm5RayError(f"the batch file cannot be read: {error.strerror or error}") from error
+
+
 def count_lines(path: Path) -> int:
     """Lines that are not blank."""
-    with path.open("rb") as stream:
+    with open_input(path) as stream:
         return sum(1 for _ in read_lines(stream))
 
 
@@ -52,7 +64,11 @@ def to_line(record: dict[str, Any]) -> bytes:
 
 
 class LineWriter:
-    """Appends whole lines to a file, each with one system call: a signal or a full disk leaves no half line behind."""
+    """Appends lines to a file, each with one system call and whole: a line that an exception (a full disk, Ctrl-C) cuts
+    is taken back. Only a kill or a crash of the machine in the middle of that call can leave a part of one.
+
+    Pipes and devices are written alike, but nothing is taken back there.
+    """
 
     def __init__(self, path: Path, *, append: bool) -> None:
         """An existing file is continued with ``append``, else emptied. Raises :class:`ConfigError` if it cannot be
@@ -64,6 +80,7 @@ class LineWriter:
             self._fd = os.open(path, flags, 0o666)
         except OSError as error:
             raise ConfigError(f"cannot write {path}: {error.strerror}") from error
+        self._is_regular = stat.S_ISREG(os.fstat(self._fd).st_mode)
 
     def write(self, record: dict[str, Any]) -> None:
         """Raises :class:`Glm5RayError` if there is no room, with the file as it was before."""
@@ -73,11 +90,16 @@ class LineWriter:
             while data:
                 data = data[os.write(self._fd, data) :]
         except OSError as error:
-            os.ftruncate(self._fd, start)
+            self._take_back(start)
             raise Glm5RayError(f"cannot write {self._path}: {error.strerror}") from error
         except BaseException:
-            os.ftruncate(self._fd, start)
+            self._take_back(start)
             raise
+
+    def _take_back(self, size: int) -> None:
+        if self._is_regular:
+            os.ftruncate(self._fd, size)
+            os.lseek(self._fd, size, os.SEEK_SET)
 
     def __enter__(self) -> Self:
         return self
@@ -86,7 +108,11 @@ class LineWriter:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         try:
-            os.fsync(self._fd)
+            if self._is_regular:
+                os.fsync(self._fd)
+        except OSError as failure:
+            if failure.errno not in (errno.EINVAL, errno.ENOTSUP):  # a file system that cannot sync
+                raise Glm5RayError(f"cannot write {self._path}: {failure.strerror}") from failure
         finally:
             os.close(self._fd)
 
@@ -94,13 +120,17 @@ class LineWriter:
 def recover(path: Path, keep: Callable[[dict[str, Any]], bool]) -> Iterator[dict[str, Any]]:
     """The records of an earlier run that are whole and that ``keep`` accepts; at the end the file holds just these.
 
-    A crash of the machine may have torn the last line. Raises :class:`ConfigError` for a file that holds anything else
-    than results: it is not ours to cut.
+    A kill or a crash of the machine may have torn the last line. Raises :class:`ConfigError` for a file that cannot be
+    read or that holds anything else than results: it is not ours to cut.
     """
     if not path.exists():
         return
     is_whole = True
-    with path.open("rb") as stream:
+    try:
+        stream = path.open("rb")
+    except OSError as error:
+        raise ConfigError(f"cannot read {path} to resume it: {error.strerror}") from error
+    with stream:
         for number, line in enumerate(stream, 1):
             record = _read_record(line)
             if record is not None and keep(record):
@@ -112,19 +142,28 @@ def recover(path: Path, keep: Callable[[dict[str, Any]], bool]) -> Iterator[dict
                 )
             is_whole = False
     if not is_whole:
-        _rewrite(path, keep)
+        _rewrite(path.resolve(), keep)
 
 
 def _rewrite(path: Path, keep: Callable[[dict[str, Any]], bool]) -> None:
-    rest = path.with_name(f"{path.name}.recovered")
-    with path.open("rb") as stream, rest.open("wb") as kept:
-        for line in stream:
-            record = _read_record(line)
-            if record is not None and keep(record):
-                kept.write(line)
-        kept.flush()
-        os.fsync(kept.fileno())
-    rest.replace(path)
+    """Replaces the file by its records that ``keep`` accepts; if that fails, it is as before and nothing is left."""
+    try:
+        fd, rest = tempfile.mkstemp(prefix=f"{path.name[:100]}.", suffix=".recovered", dir=path.parent)
+        try:
+            with path.open("rb") as stream, open(fd, "wb") as kept:
+                for line in stream:
+                    record = _read_record(line)
+                    if record is not None and keep(record):
+                        kept.write(line)
+                kept.flush()
+                os.fsync(kept.fileno())
+            shutil.copymode(path, rest)
+            os.replace(rest, path)
+        except BaseException:
+            Path(rest).unlink(missing_ok=True)
+            raise
+    except OSError as error:
+        raise Glm5RayError(f"cannot resume {path}: its last lines cannot be dropped: {error.strerror}") from error
 
 
 def _read_record(line: bytes) -> dict[str, Any] | None:

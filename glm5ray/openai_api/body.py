@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import TYPE_CHECKING, Any
 
 from glm5ray.errors import RequestError, nearest
@@ -76,10 +77,29 @@ UNSUPPORTED_FIELDS: dict[str, tuple[Any, ...]] = {
 """Fields of OpenAI's and other engines' APIs that are not served, with the values that ask for nothing."""
 
 
+MAX_SHOWN = 80
+"""Characters of a value or a name that an error repeats."""
+
+
 def shown(value: object) -> str:
-    """A value for an error message, cut short."""
-    text = repr(value)
-    return text if len(text) <= 80 else f"{text[:77]}..."
+    """A value for an error message as JSON spells it, cut short."""
+    if isinstance(value, str):
+        value = value[: MAX_SHOWN + 1]  # the rest would be encoded only to be cut off
+    try:
+        text = json.dumps(value, ensure_ascii=False, default=repr)
+    except (RecursionError, ValueError, TypeError):
+        return "a value that JSON cannot spell"
+    return cut(text)
+
+
+def cut(text: str) -> str:
+    """At most ``MAX_SHOWN`` characters of ``text``."""
+    return text if len(text) <= MAX_SHOWN else f"{text[: MAX_SHOWN - 3]}..."
+
+
+def found(values: Mapping[str, Any], name: str) -> str:
+    """``"model is null"`` or ``"model is missing"``, to begin an error message with."""
+    return f"{name} is {shown(values[name]) if name in values else 'missing'}"
 
 
 class Body:
@@ -96,8 +116,8 @@ class Body:
             if name in known or name in IGNORED_FIELDS or value is None:
                 continue
             if name not in UNSUPPORTED_FIELDS:
-                hint = nearest(name, known)
-                raise RequestError(f"unknown field {shown(name)}{hint}.", param=name, code="unknown_parameter")
+                hint = nearest(cut(name), known)
+                raise RequestError(f"unknown field {shown(name)}{hint}.", param=cut(name), code="unknown_parameter")
             if value not in UNSUPPORTED_FIELDS[name]:
                 message = f"{name} is {shown(value)}, which this endpoint does not support; leave it out."
                 raise RequestError(message, param=name, code="unsupported_parameter")
@@ -110,7 +130,7 @@ class Body:
 
     def wrong(self, name: str, wanted: str) -> RequestError:
         """The error for a field of another type."""
-        return RequestError(f"{name} is {shown(self.values.get(name))}; it must be {wanted}.", param=name)
+        return RequestError(f"{found(self.values, name)}; it must be {wanted}.", param=name)
 
     def text(self, name: str) -> str | None:
         value = self.values.get(name)

@@ -6,7 +6,7 @@ import json
 from typing import TYPE_CHECKING, Any
 
 from glm5ray.errors import RequestError, nearest
-from glm5ray.openai_api.body import shown
+from glm5ray.openai_api.body import cut, found, shown
 
 if TYPE_CHECKING:
     from glm5ray.openai_api.body import Body
@@ -48,7 +48,7 @@ def read_tools(body: Body) -> list[dict[str, Any]]:
     choice = body.values.get("tool_choice", "auto")
     if choice not in ("auto", "none"):
         raise body.wrong(
-            "tool_choice", "'auto' or 'none' (a forced call needs constrained decoding, which is not there yet)"
+            "tool_choice", '"auto" or "none" (a forced call needs constrained decoding, which is not there yet)'
         )
     if not body.flag("parallel_tool_calls", True):
         raise body.wrong("parallel_tool_calls", "true (how many calls come is the model's choice)")
@@ -66,10 +66,10 @@ def _read_message(message: Any, where: str) -> dict[str, Any]:
         if name in _EMPTY_FIELDS and not value:
             continue
         if name not in _FIELDS:
-            raise _error(f"{where} has the unknown field {shown(name)}{nearest(name, _FIELDS)}.")
+            raise _error(f"{where} has the unknown field {shown(name)}{nearest(cut(name), _FIELDS)}.")
     role = message.get("role")
     if not isinstance(role, str) or role not in _ROLES:
-        raise _error(f"{where}.role is {shown(role)}; it must be one of {', '.join(_ROLES)}.")
+        raise _error(f"{where}.{found(message, 'role')}; it must be one of {', '.join(_ROLES)}.")
     read: dict[str, Any] = {"role": _ROLES[role]}
     for name in _TEXT_FIELDS:
         value = message.get(name)

@@ -10,7 +10,7 @@ import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from glm5ray.errors import RequestError
+from glm5ray.errors import CheckpointError, RequestError
 from glm5ray.openai_api.body import Body, read_sampling, shown
 from glm5ray.openai_api.messages import read_messages, read_tools
 from glm5ray.protocol import GenerateRequest, SamplingParams, check_token_ids
@@ -76,12 +76,7 @@ def parse_chat_body(values: Any, served: ServedModel, *, request_id: str) -> Pre
     body = Body(values, CHAT_FIELDS)
     model = _model_name(body, served)
     messages, tools = read_messages(body), read_tools(body)
-    prompt = served.tokenizer.apply_chat_template(
-        messages,
-        tools or None,
-        add_generation_prompt=body.flag("add_generation_prompt", True),
-        **_template_options(body),
-    )
+    prompt = _render(body, served, messages, tools)
     sampling = read_sampling(
         body, served.defaults, max_tokens=_chat_max_tokens(body), logprobs=_chat_logprobs(body), prompt_logprobs=None
     )
@@ -174,14 +169,26 @@ def _chat_logprobs(body: Body) -> int | None:
     return (top or 0) if wanted else None
 
 
+def _render(body: Body, served: ServedModel, messages: list[dict[str, Any]], tools: list[dict[str, Any]]) -> str:
+    options = _template_options(body)
+    is_open = body.flag("add_generation_prompt", True)
+    try:
+        return served.tokenizer.apply_chat_template(messages, tools or None, add_generation_prompt=is_open, **options)
+    except CheckpointError as error:  # no template: completions can be served all the same
+        raise RequestError(f"{error}.", param="messages", code="no_chat_template") from error
+
+
+_RESERVED_OPTIONS = ("messages", "tools", "add_generation_prompt", "self")
+"""Fields of their own, and the name by which a template calls itself."""
+
+
 def _template_options(body: Body) -> dict[str, Any]:
     """Variables of the chat template: ``chat_template_kwargs``, and ``reasoning_effort`` (``none``: no thinking)."""
     options = dict(body.mapping("chat_template_kwargs"))
-    for name in ("messages", "tools", "add_generation_prompt"):
+    for name in _RESERVED_OPTIONS:
         if name in options:
-            raise RequestError(
-                f"chat_template_kwargs has {name}, which is a field of its own.", param="chat_template_kwargs"
-            )
+            why = "a name that templates have for themselves" if name == "self" else "a field of its own"
+            raise RequestError(f"chat_template_kwargs has {name}, which is {why}.", param="chat_template_kwargs")
     effort = body.text("reasoning_effort")
     if effort == "none":
         options.setdefault("enable_thinking", False)

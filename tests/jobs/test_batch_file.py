@@ -224,6 +224,80 @@ def test_bad_lines_do_not_pile_up(tmp_path: Path, llm: LLM) -> None:
     assert run(stream, tmp_path / "out.jsonl", llm).failed == 500
 
 
+# --- no line ends the batch -------------------------------------------------------------------------------------------
+
+HELLO = [{"role": "user", "content": "Hi"}]
+
+
+def chat_line(custom_id: str, **body: Any) -> dict[str, Any]:
+    return line(custom_id, url="/v1/chat/completions", **{"messages": HELLO, "max_tokens": 2, **body})
+
+
+def test_no_line_ends_the_batch(tmp_path: Path, llm: LLM) -> None:
+    names = ("self", "messages", "tools", "add_generation_prompt", "raise_exception", "eos_token", "a b")
+    lines = [chat_line(f"option {name}", chat_template_kwargs={name: 1}) for name in names]
+    encoded = [json.dumps(entry) for entry in [*lines, line("good")]]
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {"x": "@"}}}}
+    for depth in (300, *range(800, 1000, 8)):  # about as deep as Python's JSON goes, and a bit less
+        nested = [
+            chat_line(f"tools {depth}", tools=[tool]),
+            chat_line(f"messages {depth}", messages="@"),
+            line(f"bias {depth}", logit_bias={"1": "@"}),
+            {**line(f"body {depth}"), "body": "@"},
+            {**line(f"extra {depth}"), "extra": "@"},
+        ]
+        encoded += [json.dumps(entry).replace('"@"', "[" * depth + "]" * depth) for entry in nested]
+    source = tmp_path / "in.jsonl"
+    source.write_text("\n".join(encoded))
+    assert run(source, tmp_path / "out.jsonl", llm).total == len(encoded)
+    found = by_id(tmp_path / "out.jsonl")
+    for name in names[:4]:
+        assert found[f"option {name}"]["response"]["status_code"] == 400
+        assert found[f"option {name}"]["response"]["body"]["error"]["param"] == "chat_template_kwargs"
+    assert found["good"]["response"]["status_code"] == 200
+    assert found["extra 300"]["response"]["status_code"] == 200
+
+
+def test_a_checkpoint_without_a_template_serves_completions(tmp_path: Path) -> None:
+    from glm5ray.tokenizer import Tokenizer
+    from tests.conftest import byte_level_bpe
+
+    source = write(tmp_path / "in.jsonl", [chat_line("chat"), line("text")])
+    with LLM.from_executor(FakeExecutor(CAPACITY, letters), Tokenizer(byte_level_bpe()), CONFIG) as llm:
+        run(source, tmp_path / "out.jsonl", llm)
+    found = by_id(tmp_path / "out.jsonl")
+    assert found["text"]["response"]["status_code"] == 200
+    assert found["chat"]["response"]["body"]["error"]["code"] == "no_chat_template"
+
+
+def test_errors_spell_values_as_json_does(tmp_path: Path, llm: LLM) -> None:
+    lines = {
+        b'{"custom_id": null}': "custom_id is null; it must be a text",
+        b'{"custom-id": "a", "a": 1}': "the line has \"custom-id\"; did you mean 'custom_id'?",
+        b'{"a": 1}': "custom_id is missing; it must be a text of 1 to 256 characters; "
+        'the line has "a"; known: body, custom_id, method, url.',
+        b'{"custom_id": "1", "method": true}': 'method is true; it must be "POST".',
+        b'{"custom_id": "2", "method": "POST"}': "url is missing; it must be",
+        b'{"custom_id": "3", "custom_id": "4"}': 'the name "custom_id" comes twice',
+        b'{"custom_id": "5", "body": {"n": 1, "n": 2}}': 'the name "n" comes twice',
+        b'{"custom_id": "6", "x": NaN}': "NaN is no JSON value",
+        b"null": "the line is null; it must be a JSON object",
+    }
+    (tmp_path / "in.jsonl").write_bytes(b"\n".join(lines))
+    run(tmp_path / "in.jsonl", tmp_path / "out.jsonl", llm)
+    messages = [record["error"]["message"] for record in read(tmp_path / "out.jsonl")]
+    for message, part in zip(messages, lines.values(), strict=True):
+        assert part in message
+
+
+def test_a_long_name_is_not_copied_into_the_error(tmp_path: Path, llm: LLM) -> None:
+    long = "x" * 3_000_000
+    lines = [line("a", **{long: 1}), chat_line("b", messages=[{"role": "user", long: 1}]), {**line("c"), "url": long}]
+    run(write(tmp_path / "in.jsonl", [*lines, {long: 1}]), tmp_path / "out.jsonl", llm)
+    assert (tmp_path / "out.jsonl").stat().st_size < 4000
+    assert by_id(tmp_path / "out.jsonl")["a"]["response"]["body"]["error"]["param"].startswith("xxx")
+
+
 # --- accidents --------------------------------------------------------------------------------------------------------
 
 
@@ -253,6 +327,113 @@ def test_paths_that_cannot_be_right(tmp_path: Path, llm: LLM) -> None:
     with pytest.raises(ConfigError, match="exclude each other"):
         run(source, tmp_path / "out.jsonl", llm, resume=True, overwrite=True)
     assert not (tmp_path / "out.jsonl").exists()
+
+
+def test_one_file_under_two_names(tmp_path: Path, llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    source, output = write(tmp_path / "in.jsonl", [line("a")]), tmp_path / "out.jsonl"
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "d").mkdir()
+    (tmp_path / "link.jsonl").symlink_to("out.jsonl")  # nothing is there yet
+    for other in ("out.jsonl", "d/../out.jsonl", "link.jsonl"):
+        with pytest.raises(ConfigError, match="both answers and errors"):
+            run(source, output, llm, error_file=other)
+    output.touch()
+    (tmp_path / "hard.jsonl").hardlink_to(output)
+    with pytest.raises(ConfigError, match="both answers and errors"):
+        run(source, output, llm, error_file="hard.jsonl", overwrite=True)
+    before = source.read_bytes()
+    (tmp_path / "input.jsonl").hardlink_to(source)
+    for other in ("d/../in.jsonl", "input.jsonl"):
+        with pytest.raises(ConfigError, match="is the input"):
+            run(source, other, llm, overwrite=True)
+        with source.open("rb") as stream, pytest.raises(ConfigError, match="is the input"):
+            run(stream, output, llm, error_file=other, overwrite=True)
+    assert source.read_bytes() == before
+
+
+def test_folders_and_unusable_paths(tmp_path: Path, llm: LLM) -> None:
+    source = write(tmp_path / "in.jsonl", [line("a")])
+    for options in ({"resume": True}, {"overwrite": True}, {}):
+        with pytest.raises(ConfigError, match="is a folder"):
+            run(source, tmp_path, llm, **options)
+    with pytest.raises(ConfigError, match="is a folder"):
+        run(tmp_path, tmp_path / "out.jsonl", llm)
+    with pytest.raises(ConfigError, match="cannot use the path"):
+        run(source, tmp_path / ("x" * 300), llm)
+    (tmp_path / "loop").symlink_to("loop")
+    with pytest.raises(ConfigError, match="cannot use the path"):
+        run(source, tmp_path / "loop", llm, resume=True)
+
+
+def test_outputs_that_are_no_ordinary_files(tmp_path: Path, llm: LLM) -> None:
+    import os
+    import stat
+    import threading
+    from pathlib import Path
+
+    from glm5ray.errors import Glm5RayError
+
+    source = write(tmp_path / "in.jsonl", [line(str(i)) for i in range(5)])
+    assert run(source, Path("/dev/null"), llm, error_file=Path("/dev/null")).completed == 5
+    fifo, got = tmp_path / "fifo", []
+    os.mkfifo(fifo)
+    reader = threading.Thread(target=lambda: got.append(fifo.read_bytes()))
+    reader.start()
+    run(source, fifo, llm)
+    reader.join()
+    assert {json.loads(entry)["custom_id"] for entry in got[0].splitlines()} == set("01234")
+    with pytest.raises(ConfigError, match="--resume cannot read back"):
+        run(source, fifo, llm, resume=True)
+    if os.path.exists("/dev/full"):
+        with pytest.raises(Glm5RayError, match="cannot write /dev/full: No space left"):
+            run(source, Path("/dev/full"), llm)
+    with pytest.raises(RequestError, match="the stream has no lines"):
+        run(io.BytesIO(), Path("/dev/null"), llm)
+    assert stat.S_ISCHR(os.stat("/dev/null").st_mode)
+
+
+def test_a_failed_resume_leaves_the_file_as_it_was(tmp_path: Path, llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    import errno
+    import os
+
+    from glm5ray.errors import Glm5RayError
+
+    def full(fd: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    source, output = write(tmp_path / "in.jsonl", [line("a"), line("b")]), tmp_path / "out.jsonl"
+    (tmp_path / "out.jsonl.recovered").write_text("another file of the user")
+    run(source, output, llm)
+    output.chmod(0o640)
+    output.write_bytes(torn := output.read_bytes()[:-20])
+    files = sorted(tmp_path.iterdir())
+    monkeypatch.setattr("glm5ray.jobs.lines.os.fsync", full)
+    with pytest.raises(Glm5RayError, match="No space left"):
+        run(source, output, llm, resume=True)
+    assert sorted(tmp_path.iterdir()) == files
+    assert output.read_bytes() == torn
+    monkeypatch.undo()
+    link = tmp_path / "link.jsonl"
+    link.symlink_to(output)
+    assert run(source, link, llm, resume=True).resumed == 1
+    assert link.is_symlink()
+    assert by_id(output).keys() == {"a", "b"}
+    assert os.stat(output).st_mode & 0o777 == 0o640
+    assert (tmp_path / "out.jsonl.recovered").read_text() == "another file of the user"
+
+
+def test_an_input_that_breaks_off(tmp_path: Path, llm: LLM) -> None:
+    from glm5ray.errors import Glm5RayError
+
+    class Broken(CountingStream):
+        def readline(self, size: int | None = -1, /) -> bytes:
+            if self.taken == 3:
+                raise OSError(5, "Input/output error")
+            return super().readline(size)
+
+    with pytest.raises(Glm5RayError, match="the batch file cannot be read: Input/output error"):
+        run(Broken(10), tmp_path / "out.jsonl", llm)
+    assert len(by_id(tmp_path / "out.jsonl")) <= 3
 
 
 def answers(path: Path) -> dict[str, Any]:
