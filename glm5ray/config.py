@@ -9,6 +9,8 @@ whole. What the checkpoint says (:mod:`glm5ray.model_config`) and what the machi
 from __future__ import annotations
 
 import dataclasses
+import math
+import re
 import types
 from dataclasses import dataclass, field
 from importlib import resources
@@ -23,6 +25,21 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
 Auto = Literal["auto"]
+
+_NUMBER = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?")
+_HIGHEST: dict[str, int] = {
+    "parallel.tp_size": 2**12,
+    "parallel.ep_size": 2**12,
+    "cache.page_size": 2**16,
+    "cache.num_pages": 2**31 - 1,
+    "cache.cpu_memory_gib": 2**20,
+    "scheduler.max_num_seqs": 2**20,
+    "scheduler.max_num_batched_tokens": 2**24,
+    "scheduler.max_model_len": 2**24,
+    "scheduler.max_skips": 2**31 - 1,
+    "scheduler.max_logprobs": 2**20,
+}
+"""Above what any machine has, and small enough for the integers that count steps, pages and slots."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -156,10 +173,7 @@ def _read_yaml(source: str | Path) -> dict[str, Any]:
             text = path.read_text("utf-8")
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"cannot read the config file {path}: {error}") from error
-    try:
-        values = yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{source} is not valid YAML: {error}") from error
+    values = _parse_yaml(text, str(source))
     if values is None:
         return {}
     if not isinstance(values, dict):
@@ -174,13 +188,20 @@ def _apply_override(values: dict[str, Any], override: str) -> None:
         raise ConfigError(f"--set {override!r} is not of the form section.field=value, as in cache.page_size=64")
     target = values
     for part in path[:-1]:
-        target = target.setdefault(part, {})
+        if target.get(part) is None:  # also a section that a file names and leaves empty
+            target[part] = {}
+        target = target[part]
         if not isinstance(target, dict):
             raise ConfigError(f"--set {override!r}: {part} is no section")
+    target[path[-1]] = _parse_yaml(text, f"--set {override!r}: the value")
+
+
+def _parse_yaml(text: str, what: str) -> Any:
     try:
-        target[path[-1]] = yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise ConfigError(f"--set {override!r}: the value is not valid YAML: {error}") from error
+        return yaml.safe_load(text)
+    # PyYAML lets out what its constructors raise: 2026-13-45 is a ValueError, !!bool x a KeyError
+    except (yaml.YAMLError, ValueError, LookupError, AttributeError, TypeError, RecursionError) as error:
+        raise ConfigError(f"{what} is not valid YAML: {error}") from error
 
 
 def _build(kind: Any, values: Any, where: str) -> Any:
@@ -200,6 +221,7 @@ def _convert(hint: Any, value: Any, name: str) -> Any:
     if dataclasses.is_dataclass(hint):
         return _build(hint, value if value is not None else {}, f"{name}.")
     if get_origin(hint) is dict:
+        value = {} if value is None else value
         if not isinstance(value, dict) or not all(isinstance(x, str) for pair in value.items() for x in pair):
             raise ConfigError(f"{name} is {value!r}; it must map op names to provider names")
         return dict(value)
@@ -209,35 +231,43 @@ def _convert(hint: Any, value: Any, name: str) -> Any:
             if value in get_args(option):
                 return value
             choices += [repr(x) for x in get_args(option)]
-        elif option is float and isinstance(value, int | float) and not isinstance(value, bool):
-            return float(value)
-        elif isinstance(value, option) and not (option is int and isinstance(value, bool)):
+        elif option is float and (number := _finite_number(value)) is not None:
+            return number
+        elif option is not float and isinstance(value, option) and not (option is int and isinstance(value, bool)):
             return value
         else:
             choices.append(
-                {"int": "a whole number", "float": "a number", "bool": "true or false", "str": "a text"}[
+                {"int": "a whole number", "float": "a finite number", "bool": "true or false", "str": "a text"}[
                     option.__name__
                 ]
             )
     raise ConfigError(f"{name} is {value!r}; it must be {' or '.join(choices)}")
 
 
+def _finite_number(value: Any) -> float | None:
+    """``value`` as a number, if it is one. YAML 1.1 takes ``1e-9``, without a point, for a text."""
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number and not (isinstance(value, str) and _NUMBER.fullmatch(value)):
+        return None
+    try:
+        number = float(value)
+    except OverflowError:
+        return None
+    return number if math.isfinite(number) else None
+
+
 def _check_ranges(config: EngineConfig) -> None:
-    positive = {
-        "parallel.tp_size": config.parallel.tp_size,
-        "parallel.ep_size": config.parallel.ep_size,
-        "cache.page_size": config.cache.page_size,
-        "cache.num_pages": config.cache.num_pages,
-        "cache.cpu_memory_gib": config.cache.cpu_memory_gib,
-        "scheduler.max_num_seqs": config.scheduler.max_num_seqs,
-        "scheduler.max_num_batched_tokens": config.scheduler.max_num_batched_tokens,
-        "scheduler.max_model_len": config.scheduler.max_model_len,
-    }
-    for name, value in positive.items():
-        if value != "auto" and not value > 0:
+    for name, highest in _HIGHEST.items():
+        section, _, field_name = name.partition(".")
+        value = getattr(getattr(config, section), field_name)
+        if value == "auto":
+            continue
+        if field_name in ("max_skips", "max_logprobs"):
+            if value < 0:
+                raise ConfigError(f"{name} is {value}; it must be 0 or more")
+        elif not value > 0:
             raise ConfigError(f"{name} is {value}; it must be above 0")
+        if value > highest:
+            raise ConfigError(f"{name} is {value}; it must be at most {highest}")
     if not 0.0 < config.cache.memory_fraction <= 1.0:
         raise ConfigError(f"cache.memory_fraction is {config.cache.memory_fraction}; it must be above 0 and at most 1")
-    for name in ("max_skips", "max_logprobs"):
-        if getattr(config.scheduler, name) < 0:
-            raise ConfigError(f"scheduler.{name} is {getattr(config.scheduler, name)}; it must be 0 or more")

@@ -67,12 +67,45 @@ def test_every_field_is_documented() -> None:
         ({"scheduler": {"max_skips": -1}}, ["scheduler.max_skips is -1"]),
         ({"kernels": {"mla_attention": 3}}, ["kernels is", "provider names"]),
         ({"model": {"path": 3}}, ["model.path is 3", "a text"]),
+        ({"cache": {"cpu_memory_gib": float("inf")}}, ["cache.cpu_memory_gib is inf", "finite number"]),
+        ({"cache": {"cpu_memory_gib": float("nan")}}, ["cache.cpu_memory_gib is nan", "finite number"]),
+        ({"cache": {"cpu_memory_gib": 10**400}}, ["cache.cpu_memory_gib is 1000", "finite number"]),
+        ({"cache": {"cpu_memory_gib": "1e999"}}, ["cache.cpu_memory_gib is '1e999'", "finite number"]),
+        ({"cache": {"cpu_memory_gib": 1e12}}, ["cache.cpu_memory_gib is 1000000000000.0", "at most"]),
+        ({"cache": {"num_pages": 10**12}}, ["cache.num_pages is 1000000000000", "at most 2147483647"]),
+        ({"scheduler": {"max_num_seqs": 10**12}}, ["scheduler.max_num_seqs is 1000000000000", "at most"]),
+        ({"scheduler": {"max_logprobs": -1}}, ["scheduler.max_logprobs is -1", "0 or more"]),
     ],
 )
 def test_mistakes_are_named(values: dict[str, Any], parts: list[str]) -> None:
     with pytest.raises(ConfigError) as caught:
         config_from_dict(values)
     assert all(part in str(caught.value) for part in parts), caught.value
+
+
+def test_every_count_has_bounds() -> None:
+    for name in field_names():
+        section, _, field = name.partition(".")
+        if isinstance(getattr(getattr(EngineConfig(), section), field, None), int) and field not in (
+            "prefix_caching",
+            "overlap",
+        ):
+            for value in (-1, 10**30):
+                with pytest.raises(ConfigError, match=f"{name} is {value}; it must be "):
+                    config_from_dict({section: {field: value}})
+
+
+def test_numbers_as_people_write_them() -> None:
+    for text, expected in (("1e-9", 1e-9), ("2E3", 2000.0), ("1.5e+1", 15.0), (".5", 0.5), ("3", 3.0)):
+        assert load_config(None, [f"cache.cpu_memory_gib={text}"]).cache.cpu_memory_gib == expected
+
+
+def test_empty_sections_are_sections(tmp_path: Path) -> None:
+    (tmp_path / "x.yaml").write_text("cache:\nkernels:\nscheduler:\n")
+    assert load_config(tmp_path / "x.yaml") == EngineConfig()
+    overrides = ["cache.page_size=4", "kernels.default=reference"]
+    settings = load_config(tmp_path / "x.yaml", overrides)
+    assert (settings.cache.page_size, settings.kernels) == (4, {"default": "reference"})
 
 
 @pytest.mark.parametrize(
@@ -83,6 +116,10 @@ def test_mistakes_are_named(values: dict[str, Any], parts: list[str]) -> None:
         ("cache..x=3", "not of the form"),
         ("cache.page_size.x=3", "must be a whole number"),
         ("cache.page_size=[1", "not valid YAML"),
+        ("cache.page_size=2026-13-45", "not valid YAML"),
+        ("cache.page_size=!!bool x", "not valid YAML"),
+        ("cache.page_size=" + "[" * 5000, "not valid YAML"),
+        ("cache.page_size=\udcff", "not valid YAML"),
         ("cache.pagesize=3", "did you mean 'cache.page_size'"),
     ],
 )
