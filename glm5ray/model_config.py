@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -83,12 +84,12 @@ class ModelConfig:
         if not folder.is_dir():
             raise CheckpointError(f"{folder} is no folder; name a checkpoint folder that holds config.json")
         values = read_json(folder / "config.json")
-        if values.get("quantization_config") is None and (folder / "hf_quant_config.json").exists():
+        if values.get("quantization_config") is None and is_there(folder / "hf_quant_config.json"):
             quantization = read_json(folder / "hf_quant_config.json").get("quantization")
             values = {**values, "quantization_config": quantization}
         config = cls.from_dict(values, where=str(folder / "config.json"))
         generation = folder / "generation_config.json"
-        if generation.exists():
+        if is_there(generation):
             more = _eos_token_ids(_Reader(read_json(generation), str(generation)), config.vocab_size)
             config = replace(config, eos_token_ids=tuple(dict.fromkeys(config.eos_token_ids + more)))
         return config
@@ -296,6 +297,12 @@ def _check(config: ModelConfig, read: _Reader) -> None:
         )
     if config.dtype not in ("bfloat16", "float32", "float16"):
         raise read.error(f"dtype is {config.dtype!r}; known: bfloat16, float32, float16")
+
+
+def is_there(path: Path) -> bool:
+    """Whether an optional file of a checkpoint is there, be it as a link to nowhere: that is a damaged checkpoint, and
+    not one without the file."""
+    return os.path.lexists(path)
 
 
 def read_json(path: Path) -> dict[str, Any]:

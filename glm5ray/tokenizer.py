@@ -20,7 +20,7 @@ import jinja2.sandbox
 import tokenizers
 
 from glm5ray.errors import CheckpointError, RequestError
-from glm5ray.model_config import read_json
+from glm5ray.model_config import is_there, read_json
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -73,7 +73,7 @@ class Tokenizer:
         except Exception as error:  # the library raises the bare class for every damaged file
             raise CheckpointError(f"{path} is no tokenizer: {error}") from error
         config_path = folder / "tokenizer_config.json"
-        config = read_json(config_path) if config_path.exists() else {}
+        config = read_json(config_path) if is_there(config_path) else {}
         names = {name: _token_text(config[name]) for name in config if name.endswith("_token")}
         return cls(
             bpe,
@@ -282,7 +282,7 @@ def _token_text(value: Any) -> str | None:
 
 def _read_template(folder: Path, config: Mapping[str, Any]) -> str | None:
     path = folder / "chat_template.jinja"
-    if path.exists():
+    if is_there(path):
         try:
             return path.read_text("utf-8")
         except (OSError, UnicodeDecodeError) as error:

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, TypeGuard
 import torch
 
 from glm5ray.errors import CheckpointError
-from glm5ray.model_config import read_json, unique_keys
+from glm5ray.model_config import is_there, read_json, unique_keys
 from glm5ray.quantization.formats import DTYPE_BYTES
 
 if TYPE_CHECKING:
@@ -152,7 +152,7 @@ class CheckpointFiles:
         if not folder.is_dir():
             raise CheckpointError(f"{folder} is no folder; name a checkpoint folder that holds safetensors files")
         index = folder / INDEX_NAME
-        if index.exists():
+        if is_there(index):
             weight_map = _read_index(index)
             files = [folder / name for name in sorted(set(weight_map.values()))]
         else:
