@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 import signal
 import subprocess
 import sys
 import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 import pytest
 
 from glm5ray.cli.app import main
 from glm5ray.config import load_config, preset_names
-from glm5ray.model.tiny import write_tiny
+from glm5ray.model.tiny import TinyFormat, write_tiny
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
 
@@ -96,23 +99,103 @@ def test_failed_lines_are_announced(glm5ray: Any, tmp_path: Path, tiny: Path) ->
     assert "2 answered, 0 failed" in renamed.out
 
 
-def test_ctrl_c_leaves_whole_lines(tmp_path: Path, tiny: Path) -> None:
+COMMAND = [sys.executable, "-c", "from glm5ray.cli.app import main; main()"]
+
+
+def wait_for(process: subprocess.Popen[str], happened: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 120
+    while not happened() and time.monotonic() < deadline:
+        assert process.poll() is None
+        time.sleep(0.02)
+
+
+@pytest.mark.parametrize(
+    ("signals", "status"),
+    [
+        ([signal.SIGINT] * 5, 130),
+        ([signal.SIGTERM, signal.SIGINT, signal.SIGTERM], 143),
+    ],
+)
+def test_a_signal_leaves_whole_lines(tmp_path: Path, tiny: Path, signals: list[signal.Signals], status: int) -> None:
+    """Further signals do not disturb the end that the first one began."""
     source, output = batch(tmp_path / "in.jsonl", 2000, max_tokens=100, ignore_eos=True), tmp_path / "out.jsonl"
     arguments = ["run-batch", str(source), "-o", str(output), "-m", str(tiny), "-s", "scheduler.max_num_seqs=4"]
-    code = "from glm5ray.cli.app import main; main()"
-    with subprocess.Popen([sys.executable, "-c", code, *arguments], stderr=subprocess.PIPE, text=True) as process:
-        deadline = time.monotonic() + 120
-        while not (output.exists() and output.stat().st_size) and time.monotonic() < deadline:
-            assert process.poll() is None
-            time.sleep(0.05)
-        process.send_signal(signal.SIGINT)
+    with subprocess.Popen([*COMMAND, *arguments], stderr=subprocess.PIPE, text=True) as process:
+        wait_for(process, lambda: output.exists() and output.stat().st_size > 0)
+        for number in signals:
+            process.send_signal(number)
+            time.sleep(0.01)
         _, err = process.communicate(timeout=120)
     data = output.read_bytes()
     assert data.endswith(b"\n")
     num_done = len([json.loads(line) for line in data.splitlines()])
-    assert process.returncode == 130, err
-    assert f"interrupted: {num_done} lines are done in {output}; --resume does the others" in err
+    assert process.returncode == status, err
+    assert err.splitlines()[-1] == f"interrupted: {num_done} lines are done in {output}; --resume does the others"
     assert "Traceback" not in err
+
+
+SWALLOWED = """
+import os, signal, sys
+from glm5ray.cli.app import main
+
+def find_spec(name, path=None, target=None):
+    if name == MODULE:
+        try:
+            os.kill(os.getpid(), signal.SIGINT)
+        except BaseException:
+            pass
+    return None
+
+sys.meta_path.insert(0, type("Finder", (), {"find_spec": staticmethod(find_spec)}))
+main()
+"""
+
+
+@pytest.mark.parametrize("module", ["torch", "glm5ray.protocol"])
+def test_a_signal_that_an_import_swallows_still_counts(tiny: Path, module: str) -> None:
+    code = SWALLOWED.replace("MODULE", repr(module))
+    arguments = ["generate", "abc", "--raw", "-m", str(tiny), "--max-tokens", "3"]
+    done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "interrupted\n")
+
+
+def test_standard_input_and_output(tmp_path: Path, tiny: Path) -> None:
+    source, model = batch(tmp_path / "in.jsonl", 3), ["-m", str(tiny)]
+    piped = subprocess.run(
+        [*COMMAND, "run-batch", "-", "-o", "/dev/stdout", "--json", *model],
+        input=source.read_bytes(),
+        capture_output=True,
+        timeout=120,
+    )
+    assert piped.returncode == 0, piped.stderr
+    assert {json.loads(line)["custom_id"] for line in piped.stdout.splitlines()} == set("012")
+    assert json.loads(piped.stderr.splitlines()[-1])["completed"] == 3
+    with source.open("rb") as stdin:
+        same = subprocess.run(
+            [*COMMAND, "run-batch", "-", "-o", str(source), "--overwrite", *model],
+            stdin=stdin,
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
+    assert (same.returncode, same.stderr) == (1, f"error: {source} is the input; name another output file\n")
+    assert len(source.read_text().splitlines()) == 3
+
+
+def test_standard_input_without_lines(
+    glm5ray: Any, tmp_path: Path, tiny: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arguments = ("run-batch", "-", "-o", tmp_path / "out.jsonl", "-m", tiny)
+    empty = subprocess.run(
+        [*COMMAND, *map(str, arguments)], stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=120
+    )
+    monkeypatch.setattr(sys, "stdin", None)
+    closed = glm5ray(*arguments)
+    for status, err in ((empty.returncode, empty.stderr), (closed.status, closed.err)):
+        assert status == 1
+        assert err == "error: standard input has no lines; a batch file has one JSON object a line.\n"
+    assert not (tmp_path / "out.jsonl").exists()
+    assert "standard input is closed" in glm5ray("generate", "-", "-m", tiny).err
 
 
 # --- the others -------------------------------------------------------------------------------------------------------
@@ -124,6 +207,27 @@ def test_generate_streams_the_text(glm5ray: Any, tiny: Path) -> None:
     assert first.status == 0, first.err
     assert first.out == second.out
     assert first.out.endswith("\n")
+
+
+def test_arguments_in_a_locale_without_utf8(glm5ray: Any, tiny: Path) -> None:
+    """Bytes that are UTF-8 are that text all the same, and nothing that is written fails; others are refused."""
+    plain = {key: value for key, value in os.environ.items() if not key.startswith(("LC_", "LANG", "PYTHONUTF8"))}
+    env = {**plain, "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    arguments = [*COMMAND, "generate", "--raw", "-m", str(tiny), "--max-tokens", "20", "h\u00e9llo".encode()]
+    done = subprocess.run(arguments, env=env, capture_output=True, encoding="utf-8", timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == glm5ray("generate", "--raw", "-m", tiny, "--max-tokens", 20, "h\u00e9llo").out
+    for bad in (["h\udce9llo"], ["a", "--system", "\udcff"], ["a", "--stop", "\udcff"]):
+        refused = glm5ray("generate", "-m", tiny, *bad)
+        assert refused.status == 1
+        assert re.fullmatch(r"error: (the prompt|--system|--stop) cannot be decoded: .*\n", refused.err)
+
+
+def test_every_format_is_listed(glm5ray: Any) -> None:
+    shown = " ".join(glm5ray("weights", "tiny", "--help").out.split())
+    listed = re.search(r"--format (?:TEXT|<str>) (.*?)\.", shown)
+    assert listed is not None, shown
+    assert set(re.split(r", | or ", listed[1])) == set(get_args(TinyFormat))
 
 
 @pytest.mark.parametrize("format", ["bf16", "fp8", "nvfp4"])

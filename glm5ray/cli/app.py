@@ -5,6 +5,7 @@ Everything heavy is imported inside the commands, so that ``glm5ray --help`` sta
 
 from __future__ import annotations
 
+import io
 import logging
 import sys
 from typing import Annotated
@@ -12,7 +13,7 @@ from typing import Annotated
 import typer
 
 from glm5ray import __version__
-from glm5ray.cli import bench, check, evaluate, generate, run_batch, weights
+from glm5ray.cli import bench, check, evaluate, generate, run_batch, signals, weights
 from glm5ray.errors import Glm5RayError
 
 app = typer.Typer(
@@ -51,9 +52,18 @@ def version_command() -> None:
 
 
 def main() -> None:
-    """Entry point. Our own errors are one line on standard error and exit status 1, wrong usage 2, Ctrl-C 130."""
-    try:
-        app()
-    except Glm5RayError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(1)
+    """Entry point. Our own errors are one line on standard error and exit status 1, wrong usage 2, Ctrl-C 130,
+    SIGTERM 143.
+    """
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # a locale may lack what a model or a path says
+    with signals.handled():
+        try:
+            app()
+        except Glm5RayError as error:
+            print(f"error: {error}", file=sys.stderr)
+            sys.exit(1)
+        finally:
+            if (status := signals.exit_status()) is not None:
+                print(signals.message(), file=sys.stderr)
+                sys.exit(status)  # also in place of what an interrupted import made of it

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 from typing import Annotated
 
 import typer
 
-from glm5ray.cli import options
+from glm5ray.cli import options, signals
+from glm5ray.cli.texts import decoded, read_standard_input
 
 
 def generate_command(
@@ -40,23 +40,24 @@ def generate_command(
     """
     settings = options.engine_config(model, config, overrides)
 
-    from glm5ray.cli.progress import ProgressBar, load_progress
-    from glm5ray.engine.llm import LLM
+    from glm5ray.cli.loading import load_engine
     from glm5ray.protocol import SamplingParams
 
-    text = sys.stdin.read() if prompt == "-" else prompt
-    params = SamplingParams(
-        max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed, stop=tuple(stop or ())
-    )
-    with ProgressBar(f"loading {settings.model.path}", None, "MiB") as bar:
-        llm = LLM(config=settings, progress=load_progress(bar))
-    with llm:
+    text = read_standard_input() if prompt == "-" else decoded(prompt, "the prompt")
+    system = None if system is None else decoded(system, "--system")
+    stops = tuple(decoded(string, "--stop") for string in stop or ())
+    params = SamplingParams(max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed, stop=stops)
+    with load_engine(settings) as llm:
         if not raw:
             messages = [{"role": "user", "content": text}]
             if system is not None:
                 messages.insert(0, {"role": "system", "content": system})
             text = llm.tokenizer.apply_chat_template(messages, enable_thinking=think)
-        for delta in llm.stream(text, params):
-            sys.stdout.write(delta.text)
-            sys.stdout.flush()
-        sys.stdout.write("\n")
+        try:
+            for delta in llm.stream(text, params):
+                typer.echo(delta.text, nl=False)
+                signals.check()
+        except KeyboardInterrupt:
+            typer.echo()
+            raise
+        typer.echo()

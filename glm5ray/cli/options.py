@@ -41,6 +41,6 @@ def model_names(config: EngineConfig, more: list[str] | None = None) -> tuple[st
     return tuple(dict.fromkeys([*(more or ()), path, Path(path).name]))
 
 
-def print_json(values: dict[str, Any]) -> None:
-    """One line on standard output."""
-    typer.echo(json.dumps(values, ensure_ascii=False))
+def print_json(values: dict[str, Any], *, err: bool = False) -> None:
+    """One line on standard output (or error), in ASCII: names of files may be no text in any encoding."""
+    typer.echo(json.dumps(values), err=err)

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Self
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+from glm5ray.cli import signals
+
 if TYPE_CHECKING:
     from collections.abc import Callable
     from types import TracebackType
@@ -75,10 +77,11 @@ def load_progress(bar: ProgressBar) -> Callable[[int, int], None]:
 
 
 def batch_progress(bar: ProgressBar) -> Callable[[BatchSummary], None]:
-    """For ``run_batch(progress=...)``: lines, failures and the rate of tokens."""
+    """For ``run_batch(progress=...)``: lines, failures and the rate of tokens. Ends the run after a signal."""
 
     def show(summary: BatchSummary) -> None:
         failed = f", {summary.failed} failed" if summary.failed else ""
+        signals.check()
         bar.update(summary.total, f"{summary.output_tokens_per_s:.0f} output tok/s{failed}")
 
     return show

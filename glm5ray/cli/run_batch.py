@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from glm5ray.cli import options
+from glm5ray.cli import options, signals
+
+if TYPE_CHECKING:
+    from glm5ray.jobs.batch_file import BatchSummary
 
 
 def run_batch_command(
@@ -42,19 +45,23 @@ def run_batch_command(
     """
     settings = options.engine_config(model, config, overrides)
 
-    from glm5ray.cli.progress import ProgressBar, batch_progress, load_progress
-    from glm5ray.jobs.batch_file import BatchInterrupted, check_paths, run_batch
+    from glm5ray.cli.loading import load_engine
+    from glm5ray.cli.progress import ProgressBar, batch_progress
+    from glm5ray.jobs.batch_file import BatchInterrupted, run_batch
     from glm5ray.jobs.lines import count_lines
+    from glm5ray.jobs.paths import STANDARD_INPUT, check_paths, empty_file, same_file
 
+    if source == "-" and sys.stdin is None:
+        raise empty_file(STANDARD_INPUT)
     stream = sys.stdin.buffer if source == "-" else Path(source)
-    check_paths(stream, [output, *([error_file] if error_file else [])], resume=resume, overwrite=overwrite)
+    outputs = [output, *([error_file] if error_file else [])]
+    check_paths(stream, outputs, resume=resume, overwrite=overwrite)
     total = count_lines(stream) if isinstance(stream, Path) and stream.is_file() else None
+    is_stdout_taken = sys.stdout is not None and any(same_file(path, sys.stdout.buffer) for path in outputs)
+    llm = load_engine(settings)
 
     from glm5ray.engine.core import collect_garbage_rarely
-    from glm5ray.engine.llm import LLM
 
-    with ProgressBar(f"loading {settings.model.path}", None, "MiB") as bar:
-        llm = LLM(config=settings, progress=load_progress(bar))
     collect_garbage_rarely()
     try:
         with llm, ProgressBar("run-batch", total, "lines") as bar:
@@ -71,28 +78,34 @@ def run_batch_command(
             )
     except BatchInterrupted as interrupt:
         done = interrupt.summary.total
-        typer.echo(f"interrupted: {done} lines are done in {output}; --resume does the others", err=True)
-        raise typer.Exit(130) from interrupt
+        signals.explain(f"interrupted: {done} lines are done in {output}; --resume does the others")
+        raise
+    _print_summary(summary, output, err=json_output or is_stdout_taken)
+    if summary.failed:
+        typer.echo(f"the failed lines say why in {error_file or output}", err=True)
+    if json_output:
+        options.print_json(_to_dict(summary, output), err=is_stdout_taken)
+
+
+def _print_summary(summary: BatchSummary, output: Path, *, err: bool) -> None:
     typer.echo(
         f"{output}: {summary.completed} answered, {summary.failed} failed"
         + (f", {summary.resumed} done before" if summary.resumed else "")
         + f"; {summary.prompt_tokens} prompt and {summary.output_tokens} output tokens in {summary.seconds:.1f} s"
         f" ({summary.output_tokens_per_s:.1f} output tokens/s)",
-        err=json_output,
+        err=err,
     )
-    if summary.failed:
-        typer.echo(f"the failed lines say why in {error_file or output}", err=True)
-    if json_output:
-        options.print_json(
-            {
-                "output": str(output),
-                "total": summary.total,
-                "completed": summary.completed,
-                "failed": summary.failed,
-                "resumed": summary.resumed,
-                "prompt_tokens": summary.prompt_tokens,
-                "output_tokens": summary.output_tokens,
-                "seconds": round(summary.seconds, 3),
-                "output_tokens_per_s": round(summary.output_tokens_per_s, 2),
-            }
-        )
+
+
+def _to_dict(summary: BatchSummary, output: Path) -> dict[str, Any]:
+    return {
+        "output": str(output),
+        "total": summary.total,
+        "completed": summary.completed,
+        "failed": summary.failed,
+        "resumed": summary.resumed,
+        "prompt_tokens": summary.prompt_tokens,
+        "output_tokens": summary.output_tokens,
+        "seconds": round(summary.seconds, 3),
+        "output_tokens_per_s": round(summary.output_tokens_per_s, 2),
+    }

@@ -84,7 +84,7 @@ def table(rows: list[tuple[str, ...]]) -> str:
 @app.command("tiny")
 def tiny_command(
     out: Annotated[Path, typer.Argument(help="A new folder.")],
-    format: Annotated[str, typer.Option("--format", help="bf16, fp8, nvfp4, nvfp4-all or nvfp4-ct.")] = "bf16",
+    format: Annotated[str, typer.Option("--format", help="bf16, fp32, fp8, nvfp4, nvfp4-all or nvfp4-ct.")] = "bf16",
     style: Annotated[str, typer.Option("--style", help="glm5: every layer selects; glm5.2: IndexShare.")] = "glm5",
     seed: Annotated[int, typer.Option("--seed")] = 0,
     shards: Annotated[int, typer.Option("--shards", min=1, help="Number of safetensors files.")] = 2,

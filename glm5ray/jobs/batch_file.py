@@ -116,6 +116,7 @@ def run_batch(
         run = _Run(llm, served, done, writers, progress)
         try:
             run.all_lines(stream)
+            stack.close()
         except KeyboardInterrupt as interrupt:
             raise BatchInterrupted(run.summary) from interrupt
     if run.num_lines == 0:
