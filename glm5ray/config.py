@@ -201,7 +201,8 @@ def _parse_yaml(text: str, what: str) -> Any:
         return yaml.safe_load(text)
     # PyYAML lets out what its constructors raise: 2026-13-45 is a ValueError, !!bool x a KeyError
     except (yaml.YAMLError, ValueError, LookupError, AttributeError, TypeError, RecursionError) as error:
-        raise ConfigError(f"{what} is not valid YAML: {error}") from error
+        why = " ".join(str(error).split())  # PyYAML shows the place on lines of its own
+        raise ConfigError(f"{what} is not valid YAML: {why}") from error
 
 
 def _build(kind: Any, values: Any, where: str) -> Any:

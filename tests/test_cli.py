@@ -182,6 +182,17 @@ def test_standard_input_and_output(tmp_path: Path, tiny: Path) -> None:
     assert len(source.read_text().splitlines()) == 3
 
 
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="a device of Linux")
+def test_no_room_for_standard_output(tiny: Path) -> None:
+    for arguments in (["generate", "abc", "--raw", "-m", tiny, "--max-tokens", "3"], ["version"]):
+        with open("/dev/full", "wb") as full:
+            done = subprocess.run(
+                [*COMMAND, *map(str, arguments)], stdout=full, stderr=subprocess.PIPE, text=True, timeout=120
+            )
+        assert done.returncode == 1, done.stderr
+        assert done.stderr == "error: [Errno 28] No space left on device\n"
+
+
 def test_standard_input_without_lines(
     glm5ray: Any, tmp_path: Path, tiny: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -266,6 +277,7 @@ def test_check_plans_for_hardware_that_is_not_here(glm5ray: Any, tiny: Path, pre
         (["run-batch", "a", "--outptu", "b"], 2, "--output"),
         (["genrate"], 2, "Did you mean 'generate'?"),
         (["check", "--set", "cache.pagesize=3"], 1, "did you mean 'cache.page_size'?"),
+        (["check", "--set", "cache.page_size=[1"], 1, "not valid YAML"),
         (["check", "--config", "cpu-nan"], 1, "did you mean 'cpu-nano'?"),
         (["check", "--model", "no-such-model"], 1, "no checkpoint folder no-such-model"),
         (["run-batch", "no.jsonl", "-o", "out.jsonl"], 1, "no.jsonl does not exist"),

@@ -63,6 +63,10 @@ def main() -> None:
         except Glm5RayError as error:
             print(f"error: {error}", file=sys.stderr)
             sys.exit(1)
+        except OSError as error:  # what no part below knows better: a full disk under standard output, for one
+            logging.getLogger(__name__).debug("", exc_info=True)
+            print(f"error: {error}", file=sys.stderr)
+            sys.exit(1)
         finally:
             if (status := signals.exit_status()) is not None:
                 print(signals.message(), file=sys.stderr)
