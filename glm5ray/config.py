@@ -102,8 +102,9 @@ class SchedulerSection:
     """How many later requests may pass a waiting one that does not fit yet, before all wait for it."""
     max_logprobs: int = 20
     """Most log-probabilities that a request may ask for at a position."""
-    overlap: bool = True
-    """Schedule the next step while one runs."""
+    overlap: bool | Auto = "auto"
+    """Schedule the next step while one runs; auto: if the device works beside Python, as a GPU does. On a CPU both would
+    want the same cores (docs/adr/0007-one-thread-for-torch.md)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -34,11 +34,11 @@ class EngineCore:
     and only then is the output of n waited for; so the executor always has its next step. Both give the same tokens.
     """
 
-    def __init__(self, executor: Executor, scheduler: SchedulerSection, cache: CacheSection) -> None:
+    def __init__(self, executor: Executor, scheduler: SchedulerSection, cache: CacheSection, *, overlap: bool) -> None:
         self._executor = executor
         self.capacity = executor.start()
         self.scheduler = Scheduler(scheduler, self.capacity, prefix_caching=cache.prefix_caching)
-        self._overlap = scheduler.overlap
+        self._overlap = overlap
         self._running: deque[tuple[StepInput, PendingStep]] = deque()
         self._events: list[TokenEvent] = []
 

@@ -67,7 +67,7 @@ class LLM:
         :class:`ConfigError`.
         """
         from glm5ray.model.weights import resolve_checkpoint
-        from glm5ray.worker.worker import Worker
+        from glm5ray.worker.worker import Worker, pick_device
 
         config = config or EngineConfig()
         if not isinstance(config, EngineConfig):
@@ -82,20 +82,25 @@ class LLM:
                 raise ConfigError(f"model is {model!r}; it must be a folder's path or the name of a model")
             config = replace(config, model=replace(config.model, path=str(model)))
         tokenizer = Tokenizer.from_checkpoint(resolve_checkpoint(config.model.path))
-        executor = InProcessExecutor(lambda: Worker.load(config, progress=progress))
-        self._open(executor, tokenizer, config)
+        overlap = config.scheduler.overlap
+        if overlap == "auto":
+            overlap = pick_device(config.model.device) == "cuda"
+        executor = InProcessExecutor(lambda: Worker.load(config, progress=progress), threaded=overlap)
+        self._open(executor, tokenizer, config, overlap=overlap)
 
     @classmethod
     def from_executor(cls, executor: Executor, tokenizer: Tokenizer, config: EngineConfig | None = None) -> LLM:
-        """The same over any executor: a fake one, or a worker that is already loaded."""
+        """The same over any executor: a fake one, or a worker that is already loaded. ``overlap: auto`` means the
+        overlapped loop."""
         llm = cls.__new__(cls)
-        llm._open(executor, tokenizer, config or EngineConfig())
+        config = config or EngineConfig()
+        llm._open(executor, tokenizer, config, overlap=config.scheduler.overlap is not False)
         return llm
 
-    def _open(self, executor: Executor, tokenizer: Tokenizer, config: EngineConfig) -> None:
+    def _open(self, executor: Executor, tokenizer: Tokenizer, config: EngineConfig, *, overlap: bool) -> None:
         self.config = config
         self.tokenizer = tokenizer
-        self._core = EngineCore(executor, config.scheduler, config.cache)
+        self._core = EngineCore(executor, config.scheduler, config.cache, overlap=overlap)
         self._lock = threading.RLock()
         self._outputs: dict[str, tuple[RequestOutput, _Sink]] = {}
         self._numbers = count()

@@ -92,7 +92,11 @@ def make_written(tiny_folder: Path, tokenizer: Tokenizer) -> Iterator[MakeLLM]:
         cache = PagedCache(ModelConfig.from_checkpoint(tiny_folder), num_pages, 16, torch.float32)
         model: Any = WrittenModel(logits)
         worker = Worker(model, cache, capacity, max_num_seqs=config.scheduler.max_num_seqs)
-        made.append(LLM.from_executor(InProcessExecutor(lambda: worker), tokenizer, config))
+        made.append(
+            LLM.from_executor(
+                InProcessExecutor(lambda: worker, threaded=config.scheduler.overlap is True), tokenizer, config
+            )
+        )
         return made[-1]
 
     yield make

@@ -34,8 +34,8 @@ def make_core(overlap: bool, *, num_pages: int = 12, page_size: int = 4) -> Engi
     capacity = Capacity(
         num_pages=num_pages, page_size=page_size, max_model_len=40, vocab_size=100, eos_token_ids=(EOS,)
     )
-    section = SchedulerSection(max_num_seqs=6, max_num_batched_tokens=16, overlap=overlap)
-    return EngineCore(FakeExecutor(capacity, next_token), section, CacheSection())
+    section = SchedulerSection(max_num_seqs=6, max_num_batched_tokens=16)
+    return EngineCore(FakeExecutor(capacity, next_token), section, CacheSection(), overlap=overlap)
 
 
 def drain(core: EngineCore) -> dict[tuple[str, int], tuple[list[int], FinishReason | None]]:
