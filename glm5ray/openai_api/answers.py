@@ -7,6 +7,7 @@ The chat template ends with ``<think>``, so an answer starts inside the reasonin
 from __future__ import annotations
 
 import json
+import math
 import re
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
@@ -87,9 +88,14 @@ def _typed(value: str, schema: Any) -> Any:
     if "string" in kinds and not ("null" in kinds and value.strip() == "null"):
         return value
     try:
-        return json.loads(value, parse_constant=_no_json)
+        return json.loads(value, parse_constant=_no_json, parse_float=_finite)
     except (ValueError, RecursionError):
         return value
+
+
+def _finite(digits: str) -> float:
+    number = float(digits)
+    return number if math.isfinite(number) else _no_json(digits)  # 1e999 would be written back as Infinity
 
 
 def _no_json(constant: str) -> NoReturn:

@@ -58,7 +58,16 @@ def test_without_tools_a_call_is_text() -> None:
 
 
 def test_arguments_are_typed_by_the_schema() -> None:
-    pairs = {"s": "1", "i": "2", "maybe": "null", "other": '{"a": [1]}', "bad": "[1", "nan": "NaN", "multi": "a\nb"}
+    pairs = {
+        "s": "1",
+        "i": "2",
+        "maybe": "null",
+        "other": '{"a": [1]}',
+        "bad": "[1",
+        "nan": "NaN",
+        "big": "1e999",
+        "multi": "a\nb",
+    }
     text = "".join(f"<arg_key>{k}</arg_key><arg_value>{v}</arg_value>" for k, v in pairs.items())
     (call,) = parse(f"</think><tool_call>f{text}</tool_call>").tool_calls
     assert call.arguments == {
@@ -68,6 +77,7 @@ def test_arguments_are_typed_by_the_schema() -> None:
         "other": {"a": [1]},
         "bad": "[1",
         "nan": "NaN",
+        "big": "1e999",
         "multi": "a\nb",
     }
 

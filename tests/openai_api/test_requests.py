@@ -220,6 +220,29 @@ def test_any_message_is_parsed_or_refused(value: Any) -> None:
             assert chat(messages=[message]).requests[0].prompt_token_ids
 
 
+def test_errors_spell_values_as_json_does() -> None:
+    assert refusal(chat, temperature=True).message == "temperature is true; it must be a number."
+    assert refusal(chat, messages=[{"role": None, "content": "x"}]).message.startswith("messages[0].role is null; ")
+    assert refusal(chat, messages=[{"content": "x"}]).message.startswith("messages[0].role is missing; ")
+    assert refusal(chat, stop=[None, {"a": False}]).message.startswith('stop is [null, {"a": false}]; ')
+    assert refusal(parse_text, prompt=None).message.startswith("prompt is missing; ")
+
+
+def parse_text(**fields: Any) -> PreparedCall:
+    return parse_completion_body(fields, SERVED, request_id="r")
+
+
+@pytest.mark.parametrize("name", ["self", "messages", "tools", "add_generation_prompt"])
+def test_names_that_the_template_has_for_itself(name: str) -> None:
+    assert refusal(chat, chat_template_kwargs={name: 1}).param == "chat_template_kwargs"
+
+
+def test_an_unknown_name_is_cut() -> None:
+    error = refusal(chat, **{"x" * 1000: 1})
+    assert error.param is not None
+    assert max(len(error.param), len(error.message)) < 300
+
+
 # --- chat -------------------------------------------------------------------------------------------------------------
 
 
