@@ -334,7 +334,7 @@ def _rows_by_expert(ids_TA: Tensor, first: int, num_experts: int) -> RowsByExper
     expert_Y = expert_Z[order_Y]
     counts_E = np.bincount(expert_Y, minlength=num_experts)
     num_here, busiest = len(order_Y), int(counts_E.max())
-    is_padded = busiest <= MAX_PADDED and num_experts * busiest <= 2 * num_here
+    is_padded = busiest <= MAX_PADDED and num_experts * busiest <= 3 * num_here
 
     place_Y = np.arange(num_here)
     if is_padded:
