@@ -5,7 +5,7 @@
     ├── CheckpointError    a checkpoint folder: names the file, the tensor, what was expected and what was found
     ├── RequestError       one request: becomes an error line or an HTTP 400; the others go on
     │   └── CapacityError  a request that could never fit the limits of this engine
-    └── WorkerDied         a rank ended; the engine restarts it and the sequences go on from their tokens
+    └── WorkerDied         a rank ended; in one process its requests end with an error and a new LLM is needed
 
 Users' mistakes raise these. What only a bug of ours can break is an ``assert`` with the values in its message.
 """

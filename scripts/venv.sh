@@ -30,7 +30,9 @@ install_into_venv() {
   wanted=$(cat pyproject.toml constraints.txt | cksum)
   if [ "$(cat "$stamp" 2>/dev/null)" != "$wanted" ]; then
     say "installing glm5ray${extra:+ with what its ${extra}s need} (versions of constraints.txt)"
-    .venv/bin/python -m pip install --disable-pip-version-check -c constraints.txt -e ".${extra:+[$extra]}"
+    # compat: a path entry instead of an import hook, which a folder of the same name (the clone, seen from beside it) would hide
+    .venv/bin/python -m pip install --disable-pip-version-check -c constraints.txt \
+      --config-settings editable_mode=compat -e ".${extra:+[$extra]}"
     printf '%s\n' "$wanted" >"$stamp"
   fi
 }
