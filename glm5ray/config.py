@@ -103,8 +103,8 @@ class SchedulerSection:
     max_logprobs: int = 20
     """Most log-probabilities that a request may ask for at a position."""
     overlap: bool | Auto = "auto"
-    """Schedule the next step while one runs; auto: if the device works beside Python, as a GPU does. On a CPU both would
-    want the same cores (docs/adr/0007-one-thread-for-torch.md)."""
+    """Schedule the next step while one runs; auto: if the device works beside Python, as a GPU does. On a CPU both
+    would want the same cores (docs/adr/0007-one-thread-for-torch.md)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
