@@ -56,6 +56,9 @@ def check_command(
 
 
 def _report(settings: EngineConfig, memory_gib: float | None) -> dict[str, Any]:
+    import torch
+
+    from glm5ray.errors import ConfigError
     from glm5ray.kernels.select import kernel_table
     from glm5ray.model.load_plan import plan_weights
     from glm5ray.model.name_table import ShardSpec
@@ -64,6 +67,11 @@ def _report(settings: EngineConfig, memory_gib: float | None) -> dict[str, Any]:
     from glm5ray.worker.worker import pick_device, pick_dtype
 
     model = ModelConfig.from_checkpoint(resolve_checkpoint(settings.model.path))
+    if memory_gib is None and settings.model.device == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(
+            "model.device is 'cuda', but PyTorch finds no CUDA device here; plan for one with --memory-gib, "
+            "the memory of one GPU in GiB (95 for an RTX PRO 6000)"
+        )
     device = "cuda" if memory_gib is not None else pick_device(settings.model.device)
     dtype = str(pick_dtype(settings.model.dtype, model, device)).removeprefix("torch.")
     shard = ShardSpec(tp_size=settings.parallel.tp_size, ep_size=settings.parallel.ep_size)

@@ -29,6 +29,9 @@ def run_batch_command(
         list[str] | None, typer.Option("--served-model-name", help="A further name that requests may call the model.")
     ] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on where an earlier run stopped.")] = False,
+    retry_failed: Annotated[
+        bool, typer.Option("--retry-failed", help="Like --resume, and run the lines that failed once more.")
+    ] = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the output if it exists.")] = False,
     json_output: options.Json = False,
 ) -> None:
@@ -55,7 +58,7 @@ def run_batch_command(
         raise empty_file(STANDARD_INPUT)
     stream = sys.stdin.buffer if source == "-" else Path(source)
     outputs = [output, *([error_file] if error_file else [])]
-    check_paths(stream, outputs, resume=resume, overwrite=overwrite)
+    check_paths(stream, outputs, resume=resume or retry_failed, overwrite=overwrite)
     total = count_lines(stream) if isinstance(stream, Path) and stream.is_file() else None
     is_stdout_taken = sys.stdout is not None and any(same_file(path, sys.stdout.buffer) for path in outputs)
     llm = load_engine(settings)
@@ -72,6 +75,7 @@ def run_batch_command(
                 model_names=options.model_names(settings, served_model_name),
                 error_file=error_file,
                 resume=resume,
+                retry_failed=retry_failed,
                 overwrite=overwrite,
                 max_logprobs=settings.scheduler.max_logprobs,
                 progress=batch_progress(bar),
@@ -91,6 +95,7 @@ def _print_summary(summary: BatchSummary, output: Path, *, err: bool) -> None:
     typer.echo(
         f"{output}: {summary.completed} answered, {summary.failed} failed"
         + (f", {summary.resumed} done before" if summary.resumed else "")
+        + (f" ({summary.resumed_failures} of them failed: --retry-failed)" if summary.resumed_failures else "")
         + f"; {summary.prompt_tokens} prompt and {summary.output_tokens} output tokens in {summary.seconds:.1f} s"
         f" ({summary.output_tokens_per_s:.1f} output tokens/s)",
         err=err,
@@ -104,6 +109,7 @@ def _to_dict(summary: BatchSummary, output: Path) -> dict[str, Any]:
         "completed": summary.completed,
         "failed": summary.failed,
         "resumed": summary.resumed,
+        "resumed_failures": summary.resumed_failures,
         "prompt_tokens": summary.prompt_tokens,
         "output_tokens": summary.output_tokens,
         "seconds": round(summary.seconds, 3),

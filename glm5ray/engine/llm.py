@@ -194,12 +194,17 @@ class LLM:
         finally:
             self._abandon(sink)
 
-    def run(self, requests: Iterable[GenerateRequest | RequestFailure]) -> Iterator[RequestResult | RequestFailure]:
+    def run(
+        self,
+        requests: Iterable[GenerateRequest | RequestFailure],
+        *,
+        on_step: Callable[[int], None] | None = None,
+    ) -> Iterator[RequestResult | RequestFailure]:
         """Results as they finish, in any order. ``requests`` is read only as far as the engine has room, so it may be
         endless.
 
         A failure among ``requests`` is passed on; a request that cannot be served becomes one. Closing the iterator
-        ends what still runs.
+        ends what still runs. ``on_step`` is called after each step with the number of tokens that it brought.
         """
         sink = _Sink()
         source = iter(requests)
@@ -218,7 +223,9 @@ class LLM:
                     yield sink.results.popleft()
                 if exhausted and not sink.open:
                     return
-                self._pump()  # also when the room is taken by other callers: their results make room
+                num_tokens = self._pump()  # also when the room is taken by other callers: their results make room
+                if on_step is not None:
+                    on_step(num_tokens)
         finally:
             self._abandon(sink)
 
@@ -277,14 +284,17 @@ class LLM:
         except RequestError as error:
             sink.results.append(RequestFailure(request_id=request.request_id, error=error))
 
-    def _pump(self) -> None:
-        """One step of the engine; hands each event to the caller that it belongs to. Ctrl-C waits for its end."""
+    def _pump(self) -> int:
+        """One step of the engine; hands each event to the caller that it belongs to, and returns the number of new
+        tokens. Ctrl-C waits for its end."""
+        num_tokens = 0
         with self._lock, interrupts_held():
             if self._dead is not None:
-                return
+                return 0
             try:
                 events = self._core.step()
                 for event in events:
+                    num_tokens += len(event.token_ids)
                     self._deliver(event)
             except WorkerDied as error:
                 self._fail_all(f"the engine has failed and takes no more requests ({error}); make a new LLM")
@@ -292,6 +302,7 @@ class LLM:
                 # a second Ctrl-C, or a bug of ours: what scheduler and worker know may no longer agree
                 self._fail_all("the engine was broken off in the middle of a step; make a new LLM")
                 raise
+        return num_tokens
 
     def _deliver(self, event: TokenEvent) -> None:
         if event.request_id not in self._outputs:

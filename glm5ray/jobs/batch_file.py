@@ -48,7 +48,12 @@ class BatchEngine(Protocol):
     @property
     def capacity(self) -> Capacity: ...
 
-    def run(self, requests: Iterable[GenerateRequest | RequestFailure]) -> Iterator[RequestResult | RequestFailure]: ...
+    def run(
+        self,
+        requests: Iterable[GenerateRequest | RequestFailure],
+        *,
+        on_step: Callable[[int], None] | None = None,
+    ) -> Iterator[RequestResult | RequestFailure]: ...
 
 
 @dataclass(kw_only=True, slots=True)
@@ -59,6 +64,10 @@ class BatchSummary:
     failed: int = 0
     resumed: int = 0
     """Lines that an earlier run had done."""
+    resumed_failures: int = 0
+    """Of these, lines that had failed."""
+    generated_tokens: int = 0
+    """Output tokens so far, those of lines that are not complete included."""
     prompt_tokens: int = 0
     output_tokens: int = 0
     seconds: float = 0.0
@@ -70,7 +79,8 @@ class BatchSummary:
 
     @property
     def output_tokens_per_s(self) -> float:
-        return self.output_tokens / self.seconds if self.seconds > 0 else 0.0
+        """Of all tokens generated so far, complete lines or not."""
+        return max(self.output_tokens, self.generated_tokens) / self.seconds if self.seconds > 0 else 0.0
 
 
 class BatchInterrupted(KeyboardInterrupt):
@@ -89,6 +99,7 @@ def run_batch(
     model_names: tuple[str, ...],
     error_file: str | Path | None = None,
     resume: bool = False,
+    retry_failed: bool = False,
     overwrite: bool = False,
     max_logprobs: int = 20,
     progress: Callable[[BatchSummary], None] | None = None,
@@ -97,12 +108,14 @@ def run_batch(
 
     ``model_names`` are what ``body.model`` may say. ``error_file`` takes the lines that failed, which otherwise
     stand in ``output`` too. An ``output`` that exists is continued (``resume``) or replaced (``overwrite``), else
-    refused. ``progress`` is called after each line, with the same object each time.
+    refused. ``retry_failed`` continues it and runs the lines that failed once more. ``progress`` is called after each
+    line and each step of the engine, with the same object each time.
 
     Raises :class:`ConfigError` for paths that cannot be used, :class:`RequestError` with code ``empty_file`` for a file
     without lines, :class:`WorkerDied` if the engine failed (``resume`` runs the rest), :class:`BatchInterrupted` on
     Ctrl-C.
     """
+    resume = resume or retry_failed
     paths = [Path(output)] + ([Path(error_file)] if error_file is not None else [])
     check_paths(source, paths, resume=resume, overwrite=overwrite)
     new_paths = [path for path in paths if not path.exists()]
@@ -111,9 +124,10 @@ def run_batch(
     )
     with ExitStack() as stack:
         stream = stack.enter_context(open_input(source)) if isinstance(source, str | Path) else source
-        done = _Done.of(paths) if resume else _Done()
+        done = _Done.of(paths, keep=_is_answered if retry_failed else _is_final) if resume else _Done()
         writers = [stack.enter_context(LineWriter(path, append=resume)) for path in paths]
         run = _Run(llm, served, done, writers, progress)
+        run.summary.resumed_failures = done.num_failed
         try:
             run.all_lines(stream)
             stack.close()
@@ -132,17 +146,24 @@ class _Done(NamedTuple):
     custom_ids: frozenset[str] = frozenset()
     lines: frozenset[int] = frozenset()
     """Numbers of the lines that had no ``custom_id`` of their own."""
+    num_failed: int = 0
 
     @classmethod
-    def of(cls, paths: Iterable[Path]) -> _Done:
-        custom_ids, lines = set(), set()
+    def of(cls, paths: Iterable[Path], keep: Callable[[dict[str, Any]], bool]) -> _Done:
+        custom_ids, lines, num_failed = set(), set(), 0
         for path in paths:
-            for record in recover(path, keep=_is_final):
+            for record in recover(path, keep=keep):
+                num_failed += not _is_answered(record)
                 if isinstance(record["custom_id"], str):
                     custom_ids.add(record["custom_id"])
                 elif isinstance(record["error"], dict) and isinstance(record["error"].get("line"), int):
                     lines.add(record["error"]["line"])
-        return cls(frozenset(custom_ids), frozenset(lines))
+        return cls(frozenset(custom_ids), frozenset(lines), num_failed)
+
+
+def _is_answered(record: dict[str, Any]) -> bool:
+    response = record["response"]
+    return isinstance(response, dict) and response.get("status_code") == 200
 
 
 def _is_final(record: dict[str, Any]) -> bool:
@@ -206,7 +227,7 @@ class _Run:
 
     def all_lines(self, stream: BinaryIO) -> None:
         """The engine pulls requests out of ``stream``; their results are written as they come."""
-        results = self._llm.run(self._requests(stream))
+        results = self._llm.run(self._requests(stream), on_step=self._count_step)
         try:
             for result in results:
                 self._take(result)
@@ -328,6 +349,10 @@ class _Run:
         fields = {"code": error.code, "message": f"line {number}: {error}", "param": error.param, "line": number}
         self._errors.write(_record(request_id, error.custom_id, error=fields))
         self._count(failed=1)
+
+    def _count_step(self, num_tokens: int) -> None:
+        self.summary.generated_tokens += num_tokens
+        self._count()
 
     def _count(
         self, *, completed: int = 0, failed: int = 0, resumed: int = 0, prompt_tokens: int = 0, output_tokens: int = 0

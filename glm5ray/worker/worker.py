@@ -83,6 +83,7 @@ class Worker:
         model.prepare()
         logger.info("loaded model=%s seconds=%.1f", folder, time.perf_counter() - started)
         capacity = plan_capacity(model_config, config.cache, config.scheduler, dtype, device)
+        _require_memory(PagedCache.bytes_per_page(model_config, capacity.page_size, dtype), capacity, device)
         cache = PagedCache(model_config, capacity.num_pages, capacity.page_size, dtype, device)
         return cls(model, cache, capacity, max_num_seqs=config.scheduler.max_num_seqs)
 
@@ -215,12 +216,6 @@ def plan_capacity(
             )
     else:
         num_pages = cache.num_pages
-        available = _memory_bytes(device)
-        if num_pages * page_bytes > available:
-            raise ConfigError(
-                f"cache.num_pages is {num_pages}, which takes {num_pages * page_bytes / 2**30:.1f} GiB of the "
-                f"{available / 2**30:.1f} GiB that are here; lower it, or leave it at auto"
-            )
     held = num_pages * cache.page_size
     if scheduler.max_model_len != "auto" and held < wanted:
         raise ConfigError(
@@ -234,6 +229,16 @@ def plan_capacity(
         vocab_size=model_config.vocab_size,
         eos_token_ids=model_config.eos_token_ids,
     )
+
+
+def _require_memory(page_bytes: int, capacity: Capacity, device: str) -> None:
+    """Raises :class:`ConfigError` before an allocation that could not succeed."""
+    wanted, available = capacity.num_pages * page_bytes, _memory_bytes(device)
+    if wanted > available:
+        raise ConfigError(
+            f"cache.num_pages is {capacity.num_pages}, which takes {wanted / 2**30:.1f} GiB of the "
+            f"{available / 2**30:.1f} GiB that are here; lower it, or leave it at auto"
+        )
 
 
 def _memory_bytes(device: str) -> int:

@@ -474,6 +474,33 @@ def test_interrupted_and_resumed(tmp_path: Path, llm: LLM, stop_after: int, with
     assert (again.resumed, again.completed, again.failed) == (22, 0, 0)
 
 
+@pytest.mark.parametrize("with_error_file", [False, True])
+def test_failed_lines_can_be_run_again(tmp_path: Path, llm: LLM, with_error_file: bool) -> None:
+    """After the mistake was corrected in the input; what was answered stays as it is."""
+    output = tmp_path / "out.jsonl"
+    errors = {"error_file": tmp_path / "errors.jsonl"} if with_error_file else {}
+    wrong = [line("good"), line("bad", max_tokens=-1), [1]]
+    first = run(write(tmp_path / "in.jsonl", wrong), output, llm, **errors)
+    assert (first.completed, first.failed) == (1, 2)
+    answered = by_id(output)["good"]
+    source = write(tmp_path / "in.jsonl", [line("good"), line("bad"), [1]])
+    resumed = run(source, output, llm, resume=True, **errors)
+    assert (resumed.completed, resumed.resumed, resumed.resumed_failures) == (0, 3, 2)
+    again = run(source, output, llm, retry_failed=True, **errors)
+    assert (again.completed, again.failed, again.resumed, again.resumed_failures) == (1, 1, 1, 0)
+    assert by_id(output)["good"] == answered
+    assert by_id(output)["bad"]["response"]["status_code"] == 200
+    assert len(read(errors["error_file"] if errors else output)) == (1 if errors else 3)
+
+
+def test_progress_counts_tokens_of_lines_that_are_not_complete(tmp_path: Path, llm: LLM) -> None:
+    seen: list[tuple[int, int]] = []
+    source = write(tmp_path / "in.jsonl", [line("a", max_tokens=12, ignore_eos=True)])
+    run(source, tmp_path / "out.jsonl", llm, progress=lambda s: seen.append((s.total, s.generated_tokens)))
+    assert any(0 < tokens < 12 for total, tokens in seen if total == 0)
+    assert seen[-1] == (1, 12)
+
+
 def test_a_torn_last_line_is_run_again(tmp_path: Path, llm: LLM) -> None:
     source, output = write(tmp_path / "in.jsonl", [line("a"), line("b")]), tmp_path / "out.jsonl"
     run(source, output, llm)
