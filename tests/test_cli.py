@@ -317,3 +317,33 @@ def test_eval_of_the_embedded_model(glm5ray: Any) -> None:
     assert done.status == 0, done.err
     assert done.last_json["results"].keys() >= {"addition", "tool_call", "lookup_500"}
     assert sum(done.last_json["results"].values()) >= 9
+
+
+def test_version_as_command_and_as_option(glm5ray: Any) -> None:
+    assert glm5ray("version").out == glm5ray("--version").out
+    assert glm5ray("--version").status == 0
+
+
+def test_reasoning_stands_apart_from_the_answer(glm5ray: Any) -> None:
+    done = glm5ray("generate", "What is 47 + 38?", "--think")
+    assert done.out.startswith("<think>\n")
+    assert done.out.rstrip().endswith("\n</think>\n47 + 38 = 85")
+
+
+def test_failed_lines_are_run_again_on_demand(glm5ray: Any, tmp_path: Path, tiny: Path) -> None:
+    source, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    body = {"model": tiny.name, "prompt": "a", "max_tokens": 2}
+    for max_tokens in (-1, 2):
+        line = {
+            "custom_id": "x",
+            "method": "POST",
+            "url": "/v1/completions",
+            "body": {**body, "max_tokens": max_tokens},
+        }
+        source.write_text(json.dumps(line) + "\n")
+        if max_tokens < 0:
+            assert glm5ray("run-batch", source, "-o", output, "--model", tiny).status == 0
+            resumed = glm5ray("run-batch", source, "-o", output, "--model", tiny, "--resume")
+            assert "1 done before (1 of them failed: --retry-failed)" in resumed.out
+    again = glm5ray("run-batch", source, "-o", output, "--model", tiny, "--retry-failed", "--json")
+    assert (again.status, again.last_json["completed"], again.last_json["resumed"]) == (0, 1, 0)

@@ -53,9 +53,11 @@ def generate_command(
             if system is not None:
                 messages.insert(0, {"role": "system", "content": system})
             text = llm.tokenizer.apply_chat_template(messages, enable_thinking=think)
+        if think and not raw:
+            typer.echo("<think>")  # the template has opened it already; so the closing tag has its other half
         try:
             for delta in llm.stream(text, params):
-                typer.echo(delta.text, nl=False)
+                typer.echo(delta.text.replace("</think>", "\n</think>\n"), nl=False)
                 signals.check()
         except KeyboardInterrupt:
             typer.echo()

@@ -116,8 +116,8 @@ class Body:
             if name in known or name in IGNORED_FIELDS or value is None:
                 continue
             if name not in UNSUPPORTED_FIELDS:
-                hint = nearest(cut(name), known)
-                raise RequestError(f"unknown field {shown(name)}{hint}.", param=cut(name), code="unknown_parameter")
+                hint = nearest(cut(name), known) or "; leave it out"
+                raise RequestError(f"unknown field {shown(name)}{hint}", param=cut(name), code="unknown_parameter")
             if value not in UNSUPPORTED_FIELDS[name]:
                 message = f"{name} is {shown(value)}, which this endpoint does not support; leave it out."
                 raise RequestError(message, param=name, code="unsupported_parameter")

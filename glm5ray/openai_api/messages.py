@@ -66,7 +66,7 @@ def _read_message(message: Any, where: str) -> dict[str, Any]:
         if name in _EMPTY_FIELDS and not value:
             continue
         if name not in _FIELDS:
-            raise _error(f"{where} has the unknown field {shown(name)}{nearest(cut(name), _FIELDS)}.")
+            raise _error(f"{where} has the unknown field {shown(name)}{nearest(cut(name), _FIELDS)}")
     role = message.get("role")
     if not isinstance(role, str) or role not in _ROLES:
         raise _error(f"{where}.{found(message, 'role')}; it must be one of {', '.join(_ROLES)}.")
