@@ -319,6 +319,16 @@ def test_eval_of_the_embedded_model(glm5ray: Any) -> None:
     assert sum(done.last_json["results"].values()) >= 9
 
 
+@pytest.mark.slow
+def test_the_full_evaluation(glm5ray: Any) -> None:
+    done = glm5ray("eval", "nano", "--full", "--examples", 1, "--forced-examples", 2, "--config", "cpu-nano", "--json")
+    results = done.last_json["results"]
+    assert results["forced"]["lookup_500"] == 1.0
+    assert results["forced"]["lookup_500/half_split_rope"] == 0.0
+    assert results["text"]["perplexity"] < 25
+    assert results["generation"]["backend"] == "glm5ray"
+
+
 def test_version_as_command_and_as_option(glm5ray: Any) -> None:
     assert glm5ray("version").out == glm5ray("--version").out
     assert glm5ray("--version").status == 0
