@@ -50,8 +50,6 @@ class ModelSection:
     """Checkpoint folder, or the name of a model inside the package (``nano``)."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Type of activations and unquantised weights; auto: float32 on a CPU, the checkpoint's on a GPU."""
-    load_format: Literal["safetensors", "dummy"] = "safetensors"
-    """dummy: random weights of the right shapes, for benchmarks."""
     norm_eps: Literal["checkpoint", "huggingface"] = "checkpoint"
     """Epsilon of the two latent norms in MLA: the checkpoint's rms_norm_eps, as vLLM and SGLang do, or 1e-6 as
     transformers does.
@@ -103,8 +101,8 @@ class SchedulerSection:
     max_logprobs: int = 20
     """Most log-probabilities that a request may ask for at a position."""
     overlap: bool | Auto = "auto"
-    """Schedule the next step while one runs; auto: if the device works beside Python, as a GPU does. On a CPU both
-    would want the same cores (docs/adr/0007-one-thread-for-torch.md)."""
+    """Schedule the next step while one runs; auto: if the device works beside Python, as a GPU does. On a CPU
+    nothing is gained, and the same cores are wanted twice (docs/adr/0007-one-thread-for-torch.md)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

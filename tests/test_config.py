@@ -5,16 +5,15 @@ from __future__ import annotations
 import ast
 import dataclasses
 import inspect
-from typing import TYPE_CHECKING, Any
+import re
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from glm5ray import config as config_module
 from glm5ray.config import EngineConfig, config_from_dict, field_names, load_config, preset_names
 from glm5ray.errors import ConfigError
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 
 @pytest.mark.parametrize("name", preset_names())
@@ -146,3 +145,11 @@ def test_settings_do_not_change() -> None:
         EngineConfig().cache.page_size = 3  # type: ignore[misc]
     assert "scheduler.max_num_seqs" in field_names()
     assert EngineConfig().scheduler.max_num_seqs == 2048
+
+
+def test_every_setting_is_read_by_something() -> None:
+    """A field that nothing reads is a promise that nobody keeps."""
+    package = Path(config_module.__file__).parent
+    source = "\n".join(path.read_text() for path in package.rglob("*.py") if path.name != "config.py")
+    unread = [name for name in field_names() if not re.search(rf"\.{name.rpartition('.')[2]}\b", source)]
+    assert unread == []
