@@ -71,9 +71,9 @@ class InProcessExecutor:
     """One worker in this process.
 
     ``threaded``: it has a thread of its own, where it is loaded as well, and computes while the engine schedules.
-    Otherwise each step is computed in the thread that asks for its output: with two threads that call PyTorch, each has
-    its own team of OpenMP threads, and on a CPU where there are then more of them than cores, a step took 1.6 times as
-    long.
+    Otherwise each step is computed in the thread that asks for its output: every thread that calls PyTorch has its own
+    team of OpenMP threads, and two teams on a few cores are in each other's way
+    (docs/adr/0007-one-thread-for-torch.md).
     """
 
     def __init__(self, load: Callable[[], Worker], *, threaded: bool) -> None:
