@@ -59,6 +59,11 @@ class WorkerDied(Glm5RayError):
     """A worker process ended or stopped answering."""
 
 
+class EngineUnavailable(Glm5RayError):
+    """No engine answers now: it starts, restarts, has failed or has ended. Asking again later may help, unless it has
+    failed; a server answers with HTTP status 503."""
+
+
 def nearest(name: str, known: Iterable[str]) -> str:
     """A hint like ``; did you mean 'page_size'?`` for an unknown ``name``, or nothing if no known one is near."""
     names = list(known)

@@ -36,9 +36,13 @@ class ForwardBatch:
     token_ids_T: Tensor
     """int64"""
     positions_T: Tensor
-    """int64, from 0 in each sequence."""
+    """int64, from 0 in each sequence. -1 marks a padded row, which only the fixed batches of CUDA graphs have: it sees
+    no position, its KV is not written, and its results are finite but mean nothing."""
     slots_T: Tensor
-    """int64, where each token's KV is written: ``page * page_size + offset``; no two tokens share one."""
+    """int64, where each token's KV is written: ``page * page_size + offset``; no two tokens share one. -1 in a padded
+    row."""
+    slice_T: Tensor
+    """int32, the slice of each token: its row of the page table. 0 in a padded row."""
     page_table_SP: Tensor
     """int32, pages of each slice's sequence in order of position, -1 behind the last; they reach the slice's last
     token at least."""
@@ -47,6 +51,9 @@ class ForwardBatch:
     num_tokens: tuple[int, ...]
     """Host: tokens of each slice, at least 1; the rows of a slice are contiguous in T, in order of slices."""
     page_size: int
+    max_visible: int
+    """Host: no token sees more positions than this. It may be more than the step needs (a CUDA graph was captured for a
+    bound), but what is decided by it (select or attend to all; how often to split) is the same for all layers."""
     logits_rows_L: Tensor
     """int64, rows of T whose logits are wanted."""
 
@@ -72,6 +79,38 @@ class ExpertWeights:
     """[E, M, F]"""
     first_expert: int
     """Number of the first of these experts in the model; assignments to others are another rank's."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Nvfp4Weight:
+    """A linear layer's weight in NVFP4: ``value = fp4 * scale * global_scale``, as in the checkpoint's files."""
+
+    packed_OX: Tensor
+    """uint8 [O, X/2]: two E2M1 numbers a byte, the one of the lower column in the low nibble."""
+    scales_OG: Tensor
+    """float8_e4m3fn [O, X/16]: one for 16 columns."""
+    global_scale: Tensor
+    """fp32, no dimensions: a factor of all group scales (of compressed-tensors' files, the inverse of theirs)."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Nvfp4ExpertWeights:
+    """Routed experts of one rank in NVFP4, as :class:`Nvfp4Weight`; they are never held unquantised."""
+
+    gate_up_packed: Tensor
+    """uint8 [E, 2F, M/2]: rows of the gate first, then those of up."""
+    gate_up_scales: Tensor
+    """float8_e4m3fn [E, 2F, M/16]"""
+    gate_up_global: Tensor
+    """fp32 [E, 2]: of the gate, of up."""
+    down_packed: Tensor
+    """uint8 [E, M, F/2]"""
+    down_scales: Tensor
+    """float8_e4m3fn [E, M, F/16]"""
+    down_global: Tensor
+    """fp32 [E]"""
+    first_expert: int
+    """As in :class:`ExpertWeights`."""
 
 
 class SelectTokens(Protocol):

@@ -112,10 +112,12 @@ class Mirror:
         rows_S = np.array([sequence.row for sequence in sequences], dtype=np.int64)
         first_S = ends_S - counts_S
         positions_T = np.arange(ends_S[-1]) + np.repeat(starts_S - first_S, counts_S)
-        rows_T = np.repeat(rows_S, counts_S)
+        slice_T = np.repeat(np.arange(len(sequences), dtype=np.int32), counts_S)
+        rows_T = rows_S[slice_T]
         pages_T = self._page_table_RP[rows_T, positions_T // self.page_size].astype(np.int64)
         assert pages_T.min() >= 0, f"step {step.step_id} writes a token where its sequence has no page"
-        max_pages = int((starts_S + counts_S - 1).max()) // self.page_size + 1
+        max_visible = int((starts_S + counts_S).max())
+        max_pages = -(-max_visible // self.page_size)
 
         sampling, scoring = [], []
         sample_rows: list[int] = []
@@ -135,10 +137,12 @@ class Mirror:
             token_ids_T=self._token_ids(sequences, step, first_S, rows_T),
             positions_T=torch.from_numpy(positions_T).to(self.device),
             slots_T=torch.from_numpy(pages_T * self.page_size + positions_T % self.page_size).to(self.device),
+            slice_T=torch.from_numpy(slice_T).to(self.device),
             page_table_SP=torch.from_numpy(self._page_table_RP[rows_S, :max_pages]).to(self.device),
             starts=tuple(step.starts),
             num_tokens=tuple(step.num_tokens),
             page_size=self.page_size,
+            max_visible=max_visible,
             logits_rows_L=torch.tensor(sample_rows, dtype=torch.int64, device=self.device),
         )
         for sequence in sampling:

@@ -79,10 +79,12 @@ def make_batch(slices: tuple[tuple[int, int], ...], page_size: int, seed: int = 
         token_ids_T=torch.zeros(len(positions), dtype=torch.int64),
         positions_T=torch.tensor(positions, dtype=torch.int64),
         slots_T=torch.tensor(slots, dtype=torch.int64),
+        slice_T=torch.tensor(owners, dtype=torch.int32),
         page_table_SP=torch.tensor(table, dtype=torch.int32).view(len(slices), width),
         starts=tuple(start for start, _ in slices),
         num_tokens=tuple(tokens for _, tokens in slices),
         page_size=page_size,
+        max_visible=max(positions, default=-1) + 1,
         logits_rows_L=torch.zeros(0, dtype=torch.int64),
     )
     return batch, num_pages * page_size

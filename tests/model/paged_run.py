@@ -43,8 +43,9 @@ class PagedRun:
 
     def batch(self, slices: list[tuple[int, int]], shift: int = 0) -> ForwardBatch:
         """The next tokens of some sequences; ``shift``: token ids are taken this much further on (for MTP)."""
-        token_ids, positions, slots, starts = [], [], [], []
-        for seq, num_tokens in slices:
+        token_ids, positions, slots, starts, owners = [], [], [], [], []
+        for at, (seq, num_tokens) in enumerate(slices):
+            owners += [at] * num_tokens
             start = self.done[seq]
             starts.append(start)
             self.done[seq] += num_tokens
@@ -60,10 +61,12 @@ class PagedRun:
             token_ids_T=torch.tensor(token_ids, dtype=torch.int64),
             positions_T=torch.tensor(positions, dtype=torch.int64),
             slots_T=torch.tensor(slots, dtype=torch.int64),
+            slice_T=torch.tensor(owners, dtype=torch.int32),
             page_table_SP=torch.tensor(table, dtype=torch.int32).view(len(slices), width),
             starts=tuple(starts),
             num_tokens=tuple(num_tokens for _, num_tokens in slices),
             page_size=self.page_size,
+            max_visible=max(positions, default=-1) + 1,
             logits_rows_L=torch.arange(len(token_ids)),
         )
 
