@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import os
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 # Before anything imports torch: on a machine whose cores are busy, two OpenMP threads spin for each other, and a test
 # takes up to twenty times as long as with one.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Before anything imports triton: without an NVIDIA driver, Triton kernels run in its interpreter, on CPU tensors.
+if not Path("/proc/driver/nvidia/version").exists():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 import pytest
 import tokenizers

@@ -42,6 +42,7 @@ class Provider:
 
 PROVIDERS = (
     Provider("cpu", "glm5ray.kernels.cpu", devices=("cpu",)),
+    Provider("triton", "glm5ray.kernels.triton_ops", devices=("cuda",), ops=()),
     Provider("reference", "glm5ray.kernels.reference", devices=("cpu", "cuda")),
 )
 """In order of preference."""
