@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import gc
+import logging
+import time
 from collections import deque
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
+from glm5ray.engine.executor import RestartableExecutor
+from glm5ray.errors import WorkerDied
 from glm5ray.protocol import FinishReason
 from glm5ray.scheduler.scheduler import Scheduler
 
@@ -13,6 +17,12 @@ if TYPE_CHECKING:
     from glm5ray.config import CacheSection, SchedulerSection
     from glm5ray.engine.executor import Executor, PendingStep
     from glm5ray.protocol import GenerateRequest, StepInput, TokenEvent
+
+logger = logging.getLogger(__name__)
+
+MAX_RESTARTS_IN_A_ROW = 3
+"""Restarts of the workers after which no step came to its end: then the engine gives up. Each request that was
+quarantined meanwhile explains one more, up to this many."""
 
 
 def collect_garbage_rarely() -> None:
@@ -27,25 +37,57 @@ def collect_garbage_rarely() -> None:
     gc.set_threshold(50_000, 20, 20)
 
 
+class _Running(NamedTuple):
+    """A step that the executor has."""
+
+    step: StepInput
+    pending: PendingStep
+    started_s: float
+    """``time.monotonic()`` when it was submitted."""
+
+
 class EngineCore:
     """Requests in, token events out, one step at a time.
 
     *Plain loop*: schedule, compute, update. *Overlapped loop*: step n+1 is scheduled and submitted while step n runs,
     and only then is the output of n waited for; so the executor always has its next step. Both give the same tokens.
+
+    If workers die and the executor can replace them, :meth:`step` does so and goes on: every unfinished sequence is
+    computed again from its tokens (docs/recovery.md). The attributes may be read from any thread.
     """
 
-    def __init__(self, executor: Executor, scheduler: SchedulerSection, cache: CacheSection, *, overlap: bool) -> None:
+    def __init__(
+        self, executor: Executor, scheduler: SchedulerSection, cache: CacheSection, *, overlap: bool, epoch: int = 0
+    ) -> None:
+        """``epoch`` is that of the workers that ``executor`` starts."""
         self._executor = executor
         self.capacity = executor.start()
-        self.scheduler = Scheduler(scheduler, self.capacity, prefix_caching=cache.prefix_caching)
+        self.scheduler = Scheduler(scheduler, self.capacity, prefix_caching=cache.prefix_caching, epoch=epoch)
+        self.epoch = epoch
+        """Incarnation of the workers."""
+        self.num_restarts = 0
+        """Of the workers, since the engine started."""
+        self.is_recovering = False
+        self.last_failure = ""
+        """What the workers died of most recently; empty if they never did."""
         self._overlap = overlap
-        self._running: deque[tuple[StepInput, PendingStep]] = deque()
+        self._running: deque[_Running] = deque()
         self._events: list[TokenEvent] = []
+        self._num_restarts_in_a_row = 0
+        self._num_quarantined_in_a_row = 0
 
     @property
     def has_work(self) -> bool:
         """Whether :meth:`step` has anything to do."""
         return bool(self._running or self._events or self.scheduler.has_unfinished)
+
+    @property
+    def seconds_since_step(self) -> float:
+        """Age of the oldest step in flight; 0 if none is."""
+        try:
+            return time.monotonic() - self._running[0].started_s
+        except IndexError:
+            return 0.0
 
     def add(self, request: GenerateRequest) -> None:
         """Queues a request. Raises :class:`RequestError` if it cannot be served; nothing is left of it then."""
@@ -57,24 +99,63 @@ class EngineCore:
         self._events += self.scheduler.abort(request_id, index, reason)
 
     def step(self) -> list[TokenEvent]:
-        """One turn of the loop; an empty list is no end (see :attr:`has_work`). Raises :class:`WorkerDied`."""
+        """One turn of the loop; an empty list is no end (see :attr:`has_work`). Raises :class:`WorkerDied` if workers
+        died and could not be replaced; then there is no further step."""
+        try:
+            self._turn()
+        except WorkerDied as error:
+            self._recover(error)
+        events, self._events = self._events, []
+        return events
+
+    def _turn(self) -> None:
         self._finish_until(left=1)  # more are left only by a turn that was interrupted while it waited
         step = self.scheduler.schedule()
         if step is not None:
-            self._running.append((step, self._executor.submit(step)))
+            started_s = time.monotonic()
+            self._running.append(_Running(step, self._executor.submit(step), started_s))
         # overlapped: leave the step just submitted running, unless nothing else would be waited for
         self._finish_until(left=1 if self._overlap and step is not None else 0)
-        events, self._events = self._events, []
-        return events
 
     def _finish_until(self, left: int) -> None:
         """Waits for the oldest steps until no more than ``left`` run. A step leaves the queue only when its output is
         there."""
         while len(self._running) > left:
-            done, pending = self._running[0]
-            output = pending.result()
+            oldest = self._running[0]
+            output = oldest.pending.result()
             self._running.popleft()
-            self._events += self.scheduler.update(done, output)
+            self._num_restarts_in_a_row = self._num_quarantined_in_a_row = 0
+            self._events += self.scheduler.update(oldest.step, output)
+
+    def _recover(self, cause: WorkerDied) -> None:
+        """Replaces the workers; the scheduler starts again from the tokens that it knows. Raises :class:`WorkerDied`
+        if that is hopeless."""
+        self.last_failure = str(cause)
+        self._running.clear()
+        if not isinstance(self._executor, RestartableExecutor):
+            raise cause
+        self.is_recovering = True
+        while True:
+            allowed = MAX_RESTARTS_IN_A_ROW + min(self._num_quarantined_in_a_row, MAX_RESTARTS_IN_A_ROW)
+            if self._num_restarts_in_a_row >= allowed:
+                raise WorkerDied(
+                    f"{self._num_restarts_in_a_row} restarts in a row did not bring one step to its end; "
+                    f"the last cause: {self.last_failure}"
+                )
+            self._num_restarts_in_a_row += 1
+            self.epoch += 1
+            self.num_restarts += 1
+            logger.warning("workers are replaced: epoch=%d cause=%r", self.epoch, self.last_failure)
+            try:
+                self._executor.restart(self.epoch)
+            except WorkerDied as error:
+                self.last_failure = str(error)
+                continue
+            break
+        quarantined = self.scheduler.restart(self.epoch)
+        self._num_quarantined_in_a_row += len(quarantined)
+        self._events += quarantined
+        self.is_recovering = False
 
     def shutdown(self) -> None:
         """Ends the executor; what was running is lost."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from glm5ray.errors import WorkerDied
 from glm5ray.protocol import Capacity, StepInput, StepOutput
@@ -37,6 +37,18 @@ class Executor(Protocol):
 
     def shutdown(self) -> None:
         """Ends the workers. Harmless if called twice."""
+        ...
+
+
+@runtime_checkable
+class RestartableExecutor(Executor, Protocol):
+    """An executor that can replace its workers: :class:`~glm5ray.engine.core.EngineCore` then goes on after a death."""
+
+    def restart(self, epoch: int) -> Capacity:
+        """Ends every worker, whatever it does, and starts incarnation ``epoch``. Steps in flight are lost.
+
+        The capacity is at least that of before. Raises :class:`WorkerDied` if the new workers do not come up either;
+        it may be called again, with a higher epoch."""
         ...
 
 

@@ -148,9 +148,9 @@ class Scheduler:
             self._end(seq, reason)
         return [TokenEvent(request_id, seq.index, (), reason) for seq in seqs]
 
-    def restart(self, epoch: int) -> None:
+    def restart(self, epoch: int) -> list[TokenEvent]:
         """The workers were replaced by incarnation ``epoch``: no page has contents, steps in flight never come back,
-        and what was running waits again with the tokens it has."""
+        and what was running waits again with the tokens it has. Returns the ends of sequences that are given up."""
         assert epoch > self._epoch, f"epoch {epoch} follows {self._epoch}"
         self._begin(epoch)
         self._pages.reset()
@@ -160,6 +160,7 @@ class Scheduler:
             self._pages.forget(seq)
             if seq.state not in (State.WAITING, State.PARKED):
                 self._wait(seq)
+        return []
 
     def _wait(self, seq: Sequence) -> None:
         seq.state = State.WAITING
