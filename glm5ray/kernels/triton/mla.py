@@ -1,0 +1,304 @@
+"""Attention in absorbed form over pages or over selected slots, for prompts and decodes alike.
+
+One program computes one token's heads (a tile of them are the rows of its matrix products) over one part of what the
+token sees: a tile of latent rows is loaded once, and is keys and values to all of these heads. Long contexts are split
+into parts whose results a second kernel joins in order, so the sum is the same in every run. How many parts follows
+from what the host knows: tokens of the step, and the bound of what one of them sees.
+
+Shape suffixes in :mod:`glm5ray.kernels.interface`; B: parts of a context."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from glm5ray.kernels.cache_rows import LATENT_GROUP, split_rows
+from glm5ray.kernels.triton.variant import Variant
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from torch import Tensor
+
+    from glm5ray.kernels.interface import ForwardBatch
+
+LOG2_E = 1.4426950408889634
+MAX_PARTS = 64
+LEAST_PART = 128
+"""Positions: a shorter part costs more to join than it saves."""
+
+
+@triton.jit
+def _load_slots(selected_ptr, table_ptr, at, end, PAGE: tl.constexpr):  # noqa: N803
+    """Slots of the positions (or of the places in the selection) ``at``; -1 from ``end`` on."""
+    if selected_ptr is not None:
+        return tl.load(selected_ptr + at, mask=at < end, other=-1).to(tl.int64)
+    page = tl.load(table_ptr + at // PAGE, mask=at < end, other=-1).to(tl.int64)
+    return tl.where(at < end, page * PAGE + at % PAGE, -1)
+
+
+@triton.jit
+def _load_latent(latent_ptr, scales_ptr, slots, stride, scales_stride, cols, C: tl.constexpr, GROUP: tl.constexpr, dtype):  # noqa: N803, E501
+    """Latent rows [slots, cols] in ``dtype``; zeros for slots below 0."""
+    seen = slots >= 0
+    mask = seen[:, None] & (cols < C)[None, :]
+    latent = tl.load(latent_ptr + slots[:, None] * stride + cols[None, :], mask=mask, other=0.0)
+    if scales_ptr is not None:
+        at = scales_ptr + slots[:, None] * scales_stride + (cols // GROUP)[None, :]
+        latent = (latent.to(tl.float32) * tl.load(at, mask=mask, other=0.0)).to(dtype)
+    return latent
+
+
+@triton.jit
+def _attend(
+    q_ptr,
+    latent_ptr,
+    scales_ptr,
+    key_ptr,
+    selected_ptr,
+    positions_ptr,
+    slice_ptr,
+    table_ptr,
+    out_ptr,
+    lse_ptr,
+    token_stride,
+    head_stride,
+    latent_stride,
+    scales_stride,
+    key_stride,
+    selected_stride,
+    table_stride,
+    H,
+    num_parts,
+    scale_log2,
+    C: tl.constexpr,  # noqa: N803
+    R: tl.constexpr,  # noqa: N803
+    K: tl.constexpr,  # noqa: N803
+    PAGE: tl.constexpr,  # noqa: N803
+    GROUP: tl.constexpr,  # noqa: N803
+    BH: tl.constexpr,  # noqa: N803
+    BS: tl.constexpr,  # noqa: N803
+    BC: tl.constexpr,  # noqa: N803
+    BR: tl.constexpr,  # noqa: N803
+    PRECISION: tl.constexpr,  # noqa: N803
+):
+    """The program's heads of one token over one part of its context. ``lse_ptr`` is None if there is one part only:
+    then ``out`` is the result, else an fp32 partial result [T, B, H, C] with its log2-sum-exp [T, B, H]."""
+    head_tiles = tl.cdiv(H, BH)
+    head_tile = tl.program_id(0) % head_tiles
+    part = tl.program_id(0) // head_tiles % num_parts
+    token = (tl.program_id(0) // head_tiles // num_parts).to(tl.int64)
+
+    visible = tl.load(positions_ptr + token).to(tl.int32) + 1
+    table_ptr += tl.load(slice_ptr + token).to(tl.int64) * table_stride
+    if selected_ptr is not None:
+        selected_ptr += token * selected_stride
+        visible = tl.minimum(visible, K)
+    tiles = tl.cdiv(tl.cdiv(visible, BS), num_parts)
+    first = part * tiles * BS
+    end = tl.minimum(first + tiles * BS, visible)
+
+    head = head_tile * BH + tl.arange(0, BH)
+    is_head = head < H
+    cols, key_cols = tl.arange(0, BC), tl.arange(0, BR)
+    q_at = q_ptr + token * token_stride + head[:, None] * head_stride
+    q_latent = tl.load(q_at + cols[None, :], mask=is_head[:, None] & (cols < C)[None, :], other=0.0)
+    q_key = tl.load(q_at + C + key_cols[None, :], mask=is_head[:, None] & (key_cols < R)[None, :], other=0.0)
+    dtype = q_ptr.dtype.element_ty
+
+    top = tl.full([BH], float("-inf"), tl.float32)
+    total = tl.zeros([BH], tl.float32)
+    out = tl.zeros([BH, BC], tl.float32)
+    step = tl.arange(0, BS)
+    for start in range(first, end, BS):
+        slots = _load_slots(selected_ptr, table_ptr, start + step, end, PAGE)
+        latent = _load_latent(latent_ptr, scales_ptr, slots, latent_stride, scales_stride, cols, C, GROUP, dtype)
+        seen = slots >= 0
+        key_at = key_ptr + slots[:, None] * key_stride + key_cols[None, :]
+        key = tl.load(key_at, mask=seen[:, None] & (key_cols < R)[None, :], other=0.0).to(dtype)
+        score = tl.dot(q_latent, tl.trans(latent), input_precision=PRECISION)
+        score = tl.dot(q_key, tl.trans(key), score, input_precision=PRECISION)
+        score = tl.where(seen[None, :], score * scale_log2, float("-inf"))
+        new_top = tl.maximum(top, tl.max(score, axis=1))
+        base = tl.where(new_top == float("-inf"), 0.0, new_top)
+        p = tl.exp2(score - base[:, None])
+        shrink = tl.exp2(top - base)
+        total = total * shrink + tl.sum(p, axis=1)
+        out = tl.dot(p.to(dtype), latent, out * shrink[:, None], input_precision=PRECISION)
+        top = new_top
+
+    out = out / tl.where(total > 0.0, total, 1.0)[:, None]
+    mask = is_head[:, None] & (cols < C)[None, :]
+    row = (token * num_parts + part) * H + head
+    tl.store(out_ptr + row[:, None] * C + cols[None, :], out.to(out_ptr.dtype.element_ty), mask=mask)
+    if lse_ptr is not None:
+        tl.store(lse_ptr + row, tl.where(total > 0.0, top + tl.log2(total), float("-inf")), mask=is_head)
+
+
+@triton.jit
+def _join(
+    part_ptr, lse_ptr, out_ptr, H, num_parts, C: tl.constexpr, BC: tl.constexpr, BB: tl.constexpr  # noqa: N803
+):
+    """One head of one token: its parts, weighted by their shares of the whole sum."""
+    token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    cols = tl.program_id(2) * BC + tl.arange(0, BC)
+    part = tl.arange(0, BB)
+    lse = tl.load(lse_ptr + (token * num_parts + part) * H + head, mask=part < num_parts, other=float("-inf"))
+    top = tl.max(lse, axis=0)
+    top = tl.where(top == float("-inf"), 0.0, top)
+    share = tl.exp2(lse - top)
+    total = tl.sum(share, axis=0)
+    at = part_ptr + ((token * num_parts + part[:, None]) * H + head) * C + cols[None, :]
+    # a part that saw nothing was written all the same, as zeros
+    parts = tl.load(at, mask=(part < num_parts)[:, None] & (cols < C)[None, :], other=0.0)
+    out = tl.sum(parts * share[:, None], axis=0) / tl.where(total > 0.0, total, 1.0)
+    tl.store(out_ptr + (token * H + head) * C + cols, out.to(out_ptr.dtype.element_ty), mask=cols < C)
+
+
+class Tile(NamedTuple):
+    """How the kernel is compiled."""
+
+    heads: int
+    positions: int
+    num_warps: int
+    num_stages: int
+
+
+@cache
+def choose_tile(capability: int, dtype: torch.dtype, is_fp8: bool, num_heads: int, latent_dim: int) -> Tile:
+    """By what fits: the accumulator [heads, C] in registers, the stages of latent tiles in shared memory."""
+    heads = max(16, triton.next_power_of_2(num_heads))
+    if latent_dim <= 256:  # small models
+        return Tile(16, 32, 4, 2)
+    if dtype == torch.float32:
+        return Tile(16, 16, 8, 1)
+    if capability >= 100:
+        return Tile(min(heads, 32), 32, 8, 2)
+    return Tile(min(heads, 64), 64, 8, 2)
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionPlan:
+    batch: ForwardBatch
+    index_topk: int
+
+
+class MlaAttention:
+    """:class:`glm5ray.kernels.interface.MlaAttention`"""
+
+    def plan(self, batch: ForwardBatch, index_topk: int) -> AttentionPlan:
+        return AttentionPlan(batch, index_topk)
+
+    def run(
+        self,
+        plan: AttentionPlan,
+        q_THL: Tensor,
+        rows_NL: Tensor,
+        selected_TK: Tensor | None,
+        scale: float,
+        value_dim: int,
+    ) -> Tensor:
+        batch = plan.batch
+        tokens, num_heads, width = q_THL.shape
+        o_THC = torch.empty(tokens, num_heads, value_dim, dtype=q_THL.dtype, device=q_THL.device)
+        if tokens == 0:
+            return o_THC
+        rows = split_rows(rows_NL, value_dim, width - value_dim)
+        tile = choose_tile(*device_traits(q_THL), rows.scales_NG is not None, num_heads, value_dim)
+        head_tiles = triton.cdiv(num_heads, tile.heads)
+        longest = batch.max_visible if selected_TK is None else min(batch.max_visible, selected_TK.shape[1])
+        parts = count_parts(tokens * head_tiles, longest, tile.positions, num_processors(q_THL))
+        partial, lse = o_THC, None
+        if parts > 1:
+            partial = torch.empty(tokens, parts, num_heads, value_dim, dtype=torch.float32, device=q_THL.device)
+            lse = torch.empty(tokens, parts, num_heads, dtype=torch.float32, device=q_THL.device)
+        _attend[(tokens * parts * head_tiles,)](
+            q_THL,
+            rows.latent_NC,
+            rows.scales_NG,
+            rows.key_NR,
+            selected_TK,
+            batch.positions_T,
+            batch.slice_T,
+            batch.page_table_SP,
+            partial,
+            lse,
+            q_THL.stride(0),
+            q_THL.stride(1),
+            rows.latent_NC.stride(0),
+            0 if rows.scales_NG is None else rows.scales_NG.stride(0),
+            rows.key_NR.stride(0),
+            0 if selected_TK is None else selected_TK.stride(0),
+            batch.page_table_SP.stride(0),
+            num_heads,
+            parts,
+            scale * LOG2_E,
+            value_dim,
+            width - value_dim,
+            0 if selected_TK is None else selected_TK.shape[1],
+            batch.page_size,
+            LATENT_GROUP,
+            tile.heads,
+            tile.positions,
+            *_blocks(value_dim, width - value_dim),
+            "ieee" if q_THL.dtype == torch.float32 else "tf32",
+            num_warps=tile.num_warps,
+            num_stages=tile.num_stages,
+        )
+        if lse is not None:
+            _launch_join(partial, lse, o_THC)
+        return o_THC
+
+
+def _blocks(latent_dim: int, key_dim: int) -> tuple[int, int]:
+    return max(16, triton.next_power_of_2(latent_dim)), max(16, triton.next_power_of_2(key_dim))
+
+
+def _launch_join(partial_TBHC: Tensor, lse_TBH: Tensor, o_THC: Tensor) -> None:
+    tokens, num_heads, width = o_THC.shape
+    parts = lse_TBH.shape[1]
+    block = min(triton.next_power_of_2(width), 256)
+    _join[(tokens, num_heads, triton.cdiv(width, block))](
+        partial_TBHC, lse_TBH, o_THC, num_heads, parts, width, block, triton.next_power_of_2(parts)
+    )
+
+
+def count_parts(programs: int, longest: int, tile: int, processors: int) -> int:
+    """Into how many parts each context is split: the number that takes the least time by a simple model, in tiles.
+
+    programs: those there are without splitting. A program costs its tiles and about two more (its queries, its
+    result); ``processors`` programs run at once; each part adds the writing and reading of a partial result."""
+    most = min(MAX_PARTS, max(1, longest // LEAST_PART))
+
+    def cost(parts: int) -> float:
+        waves = -(-programs * parts // processors)
+        joining = 0.0 if parts == 1 else 2.0 + 4.0 * programs * parts / processors
+        return waves * (-(-longest // (tile * parts)) + 2) + joining
+
+    return min(range(1, most + 1), key=cost)
+
+
+def device_traits(x: Tensor) -> tuple[int, torch.dtype]:
+    """(compute capability as 90 or 120, dtype); the interpreter, on a CPU, is taken for 90."""
+    if x.device.type != "cuda":
+        return 90, x.dtype
+    major, minor = torch.cuda.get_device_capability(x.device)
+    return 10 * major + minor, x.dtype
+
+
+@cache
+def _processors(index: int | None) -> int:
+    return torch.cuda.get_device_properties(index if index is not None else 0).multi_processor_count
+
+
+def num_processors(x: Tensor) -> int:
+    """Multiprocessors of x's device; the interpreter's is one."""
+    return _processors(x.device.index) if x.device.type == "cuda" else 1
+
+
+mla_attention = MlaAttention()
