@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from glm5ray.kernels.cache_rows import quantise_index, quantise_latent, split_keys, split_rows
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
@@ -52,7 +54,16 @@ def append_latent(
     c_TC, k_pe_TR = kv_TL.split([weight_C.shape[0], rope_TR.shape[-1]], dim=-1)
     k_pe_T1R = k_pe_TR[:, None].clone()
     rope(k_pe_T1R, rope_TR)
-    rows_NL[slots_T] = torch.cat([rms_norm(c_TC, weight_C, eps), k_pe_T1R[:, 0]], dim=-1)
+    written_T = slots_T >= 0
+    slots_T, c_TC, k_pe_TR = slots_T[written_T], rms_norm(c_TC, weight_C, eps)[written_T], k_pe_T1R[written_T, 0]
+    rows = split_rows(rows_NL, weight_C.shape[0], rope_TR.shape[-1])
+    rows.key_NR[slots_T] = k_pe_TR.to(rows.key_NR.dtype)
+    if rows.scales_NG is None:
+        rows.latent_NC[slots_T] = c_TC
+    else:
+        latent_TC, scales_TG = quantise_latent(c_TC)
+        rows.latent_NC.view(torch.uint8)[slots_T] = latent_TC.view(torch.uint8)
+        rows.scales_NG[slots_T] = scales_TG
 
 
 def append_index_keys(
@@ -63,7 +74,16 @@ def append_index_keys(
     normed = centred / torch.sqrt((centred * centred).mean(-1, keepdim=True) + eps)
     key_T1I = (normed * weight_I.float() + bias_I.float()).to(k_TI.dtype)[:, None]
     rope(key_T1I, rope_TR)
-    keys_NI[slots_T] = key_T1I[:, 0]
+    written_T = slots_T >= 0
+    slots_T, key_TI = slots_T[written_T], key_T1I[written_T, 0]
+    keys = split_keys(keys_NI, k_TI.shape[1])
+    page_T, offset_T = slots_T // keys.keys_PsI.shape[1], slots_T % keys.keys_PsI.shape[1]
+    if keys.scales_Ps is None:
+        keys.keys_PsI[page_T, offset_T] = key_TI
+    else:
+        key_TI, scale_T = quantise_index(key_TI)
+        keys.keys_PsI.view(torch.uint8)[page_T, offset_T] = key_TI.view(torch.uint8)
+        keys.scales_Ps[page_T, offset_T] = scale_T
 
 
 def mla_query(q_THD: Tensor, w_uk_HUC: Tensor, rope_TR: Tensor) -> Tensor:
@@ -98,8 +118,12 @@ class SelectTokens:
     def run(self, plan: tuple[ForwardBatch, int], q_TJI: Tensor, w_TJ: Tensor, keys_NI: Tensor) -> Tensor:
         batch, index_topk = plan
         selected_TK = torch.full((q_TJI.shape[0], index_topk), -1, dtype=torch.int32, device=q_TJI.device)
+        keys = split_keys(keys_NI, q_TJI.shape[-1])
+        if keys.scales_Ps is not None:
+            q_TJI, scale_TJ = quantise_index(q_TJI)
+            w_TJ = w_TJ.float() * scale_TJ
         for row, slots_s in _tokens(batch):
-            dots_Js = torch.relu(q_TJI[row].float() @ keys_NI[slots_s].float().T)
+            dots_Js = torch.relu(q_TJI[row].float() @ keys.gather(slots_s).T)
             score_s = (w_TJ[row].float()[:, None] * dots_Js).sum(0)
             best = torch.sort(score_s, descending=True, stable=True).indices[:index_topk]
             selected_TK[row, : len(best)] = slots_s[best].int()
@@ -122,10 +146,11 @@ class MlaAttention:
         value_dim: int,
     ) -> Tensor:
         o_THC = q_THL.new_zeros(*q_THL.shape[:2], value_dim)
+        rows = split_rows(rows_NL, value_dim, q_THL.shape[-1] - value_dim)
         for row, slots_s in _tokens(plan):
             if selected_TK is not None:
                 slots_s = selected_TK[row][selected_TK[row] >= 0]
-            rows_sL = rows_NL[slots_s].float()
+            rows_sL = rows.gather(slots_s)
             p_Hs = torch.softmax(q_THL[row].float() @ rows_sL.T * scale, dim=-1)
             o_THC[row] = (p_Hs @ rows_sL[:, :value_dim]).to(q_THL.dtype)
         return o_THC

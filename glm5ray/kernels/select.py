@@ -42,7 +42,24 @@ class Provider:
 
 PROVIDERS = (
     Provider("cpu", "glm5ray.kernels.cpu", devices=("cpu",)),
-    Provider("triton", "glm5ray.kernels.triton_ops", devices=("cuda",), ops=()),
+    Provider(
+        "triton",
+        "glm5ray.kernels.triton_ops",
+        devices=("cuda",),
+        ops=(
+            "linear",
+            "rms_norm",
+            "add_rms_norm",
+            "silu_and_mul",
+            "rope",
+            "append_latent",
+            "append_index_keys",
+            "mla_query",
+            "mla_output",
+            "mla_attention",
+            "route",
+        ),
+    ),
     Provider("reference", "glm5ray.kernels.reference", devices=("cpu", "cuda")),
 )
 """In order of preference."""

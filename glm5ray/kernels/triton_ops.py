@@ -1,3 +1,34 @@
 """The operations that :mod:`glm5ray.kernels.triton` serves, under the names of the table.
 
-Each name of ``Provider("triton").ops`` is an attribute here; kernels themselves live in the folder, a file a family."""
+Each name of ``Provider("triton").ops`` is an attribute here; kernels themselves live in the folder, a file a family.
+Products with a weight that is not quantised are the vendor's library's."""
+
+from __future__ import annotations
+
+from torch.nn.functional import linear
+
+from glm5ray.kernels.triton.head_products import mla_output, mla_query
+from glm5ray.kernels.triton.mla import mla_attention
+from glm5ray.kernels.triton.norm_rope import (
+    add_rms_norm,
+    append_index_keys,
+    append_latent,
+    rms_norm,
+    rope,
+    silu_and_mul,
+)
+from glm5ray.kernels.triton.router import route
+
+__all__ = [
+    "add_rms_norm",
+    "append_index_keys",
+    "append_latent",
+    "linear",
+    "mla_attention",
+    "mla_output",
+    "mla_query",
+    "rms_norm",
+    "rope",
+    "route",
+    "silu_and_mul",
+]

@@ -7,10 +7,13 @@ from what the host knows: tokens of the step, and the bound of what one of them 
 
 Shape suffixes in :mod:`glm5ray.kernels.interface`; B: parts of a context."""
 
+# pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false, reportIndexIssue=false, reportReturnType=false
+# (Triton's annotations say nothing of how a kernel is launched)
 from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cache
+from itertools import product
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -18,6 +21,7 @@ import triton
 import triton.language as tl
 
 from glm5ray.kernels.cache_rows import LATENT_GROUP, split_rows
+from glm5ray.kernels.triton.device import capability, dot_precision, num_processors
 from glm5ray.kernels.triton.variant import Variant
 
 if TYPE_CHECKING:
@@ -34,7 +38,15 @@ LEAST_PART = 128
 
 
 @triton.jit
-def _load_slots(selected_ptr, table_ptr, at, end, PAGE: tl.constexpr):  # noqa: N803
+def dot(a, b, sum_, PRECISION: tl.constexpr):
+    """``a @ b``, added to ``sum_`` if that is not None."""
+    if PRECISION == "ieee":
+        a, b = a.to(tl.float32), b.to(tl.float32)
+    return tl.dot(a, b, sum_, input_precision=PRECISION)
+
+
+@triton.jit
+def _load_slots(selected_ptr, table_ptr, at, end, PAGE: tl.constexpr):
     """Slots of the positions (or of the places in the selection) ``at``; -1 from ``end`` on."""
     if selected_ptr is not None:
         return tl.load(selected_ptr + at, mask=at < end, other=-1).to(tl.int64)
@@ -43,14 +55,21 @@ def _load_slots(selected_ptr, table_ptr, at, end, PAGE: tl.constexpr):  # noqa: 
 
 
 @triton.jit
-def _load_latent(latent_ptr, scales_ptr, slots, stride, scales_stride, cols, C: tl.constexpr, GROUP: tl.constexpr, dtype):  # noqa: N803, E501
-    """Latent rows [slots, cols] in ``dtype``; zeros for slots below 0."""
+def _load_latent(
+    latent_ptr, scales_ptr, slots, stride, scales_stride, dtype, C: tl.constexpr, BC: tl.constexpr, GROUP: tl.constexpr
+):
+    """Latent rows [slots, BC] in ``dtype``; zeros for slots below 0."""
     seen = slots >= 0
+    cols = tl.arange(0, BC)
     mask = seen[:, None] & (cols < C)[None, :]
     latent = tl.load(latent_ptr + slots[:, None] * stride + cols[None, :], mask=mask, other=0.0)
     if scales_ptr is not None:
-        at = scales_ptr + slots[:, None] * scales_stride + (cols // GROUP)[None, :]
-        latent = (latent.to(tl.float32) * tl.load(at, mask=mask, other=0.0)).to(dtype)
+        num_groups: tl.constexpr = (BC + GROUP - 1) // GROUP
+        group = tl.arange(0, num_groups)
+        at = scales_ptr + slots[:, None] * scales_stride + group[None, :]
+        scale = tl.load(at, mask=seen[:, None] & (group * GROUP < C)[None, :], other=0.0)
+        latent = tl.reshape(latent.to(tl.float32), [slots.shape[0], num_groups, BC // num_groups])
+        latent = tl.reshape(latent * scale[:, :, None], [slots.shape[0], BC]).to(dtype)
     return latent
 
 
@@ -76,16 +95,16 @@ def _attend(
     H,
     num_parts,
     scale_log2,
-    C: tl.constexpr,  # noqa: N803
-    R: tl.constexpr,  # noqa: N803
-    K: tl.constexpr,  # noqa: N803
-    PAGE: tl.constexpr,  # noqa: N803
-    GROUP: tl.constexpr,  # noqa: N803
-    BH: tl.constexpr,  # noqa: N803
-    BS: tl.constexpr,  # noqa: N803
-    BC: tl.constexpr,  # noqa: N803
-    BR: tl.constexpr,  # noqa: N803
-    PRECISION: tl.constexpr,  # noqa: N803
+    C: tl.constexpr,
+    R: tl.constexpr,
+    K: tl.constexpr,
+    PAGE: tl.constexpr,
+    GROUP: tl.constexpr,
+    BH: tl.constexpr,
+    BS: tl.constexpr,
+    BC: tl.constexpr,
+    BR: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):
     """The program's heads of one token over one part of its context. ``lse_ptr`` is None if there is one part only:
     then ``out`` is the result, else an fp32 partial result [T, B, H, C] with its log2-sum-exp [T, B, H]."""
@@ -117,19 +136,19 @@ def _attend(
     step = tl.arange(0, BS)
     for start in range(first, end, BS):
         slots = _load_slots(selected_ptr, table_ptr, start + step, end, PAGE)
-        latent = _load_latent(latent_ptr, scales_ptr, slots, latent_stride, scales_stride, cols, C, GROUP, dtype)
+        latent = _load_latent(latent_ptr, scales_ptr, slots, latent_stride, scales_stride, dtype, C, BC, GROUP)
         seen = slots >= 0
         key_at = key_ptr + slots[:, None] * key_stride + key_cols[None, :]
         key = tl.load(key_at, mask=seen[:, None] & (key_cols < R)[None, :], other=0.0).to(dtype)
-        score = tl.dot(q_latent, tl.trans(latent), input_precision=PRECISION)
-        score = tl.dot(q_key, tl.trans(key), score, input_precision=PRECISION)
+        score = dot(q_latent, tl.trans(latent), None, PRECISION)
+        score = dot(q_key, tl.trans(key), score, PRECISION)
         score = tl.where(seen[None, :], score * scale_log2, float("-inf"))
         new_top = tl.maximum(top, tl.max(score, axis=1))
         base = tl.where(new_top == float("-inf"), 0.0, new_top)
         p = tl.exp2(score - base[:, None])
         shrink = tl.exp2(top - base)
         total = total * shrink + tl.sum(p, axis=1)
-        out = tl.dot(p.to(dtype), latent, out * shrink[:, None], input_precision=PRECISION)
+        out = dot(p.to(dtype), latent, out * shrink[:, None], PRECISION)
         top = new_top
 
     out = out / tl.where(total > 0.0, total, 1.0)[:, None]
@@ -142,7 +161,14 @@ def _attend(
 
 @triton.jit
 def _join(
-    part_ptr, lse_ptr, out_ptr, H, num_parts, C: tl.constexpr, BC: tl.constexpr, BB: tl.constexpr  # noqa: N803
+    part_ptr,
+    lse_ptr,
+    out_ptr,
+    H,
+    num_parts,
+    C: tl.constexpr,
+    BC: tl.constexpr,
+    BB: tl.constexpr,
 ):
     """One head of one token: its parts, weighted by their shares of the whole sum."""
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -174,12 +200,14 @@ def choose_tile(capability: int, dtype: torch.dtype, is_fp8: bool, num_heads: in
     """By what fits: the accumulator [heads, C] in registers, the stages of latent tiles in shared memory."""
     heads = max(16, triton.next_power_of_2(num_heads))
     if latent_dim <= 256:  # small models
-        return Tile(16, 32, 4, 2)
+        return Tile(16, 16 if dtype == torch.float32 else 32, 4, 2)
     if dtype == torch.float32:
-        return Tile(16, 16, 8, 1)
+        return Tile(16, 16, 4, 1)
     if capability >= 100:
-        return Tile(min(heads, 32), 32, 8, 2)
-    return Tile(min(heads, 64), 64, 8, 2)
+        return Tile(16, 32, 8, 3) if is_fp8 else Tile(min(heads, 32), 32, 8, 3)
+    if is_fp8 and heads < 64:
+        return Tile(16, 64, 8, 3)
+    return Tile(min(heads, 64), 64, 8, 3)
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,7 +237,7 @@ class MlaAttention:
         if tokens == 0:
             return o_THC
         rows = split_rows(rows_NL, value_dim, width - value_dim)
-        tile = choose_tile(*device_traits(q_THL), rows.scales_NG is not None, num_heads, value_dim)
+        tile = choose_tile(capability(q_THL), q_THL.dtype, rows.scales_NG is not None, num_heads, value_dim)
         head_tiles = triton.cdiv(num_heads, tile.heads)
         longest = batch.max_visible if selected_TK is None else min(batch.max_visible, selected_TK.shape[1])
         parts = count_parts(tokens * head_tiles, longest, tile.positions, num_processors(q_THL))
@@ -246,7 +274,7 @@ class MlaAttention:
             tile.heads,
             tile.positions,
             *_blocks(value_dim, width - value_dim),
-            "ieee" if q_THL.dtype == torch.float32 else "tf32",
+            dot_precision(q_THL),
             num_warps=tile.num_warps,
             num_stages=tile.num_stages,
         )
@@ -283,22 +311,49 @@ def count_parts(programs: int, longest: int, tile: int, processors: int) -> int:
     return min(range(1, most + 1), key=cost)
 
 
-def device_traits(x: Tensor) -> tuple[int, torch.dtype]:
-    """(compute capability as 90 or 120, dtype); the interpreter, on a CPU, is taken for 90."""
-    if x.device.type != "cuda":
-        return 90, x.dtype
-    major, minor = torch.cuda.get_device_capability(x.device)
-    return 10 * major + minor, x.dtype
-
-
-@cache
-def _processors(index: int | None) -> int:
-    return torch.cuda.get_device_properties(index if index is not None else 0).multi_processor_count
-
-
-def num_processors(x: Tensor) -> int:
-    """Multiprocessors of x's device; the interpreter's is one."""
-    return _processors(x.device.index) if x.device.type == "cuda" else 1
-
-
 mla_attention = MlaAttention()
+
+
+def variants() -> Iterator[Variant]:
+    """At GLM-5's sizes and at nano's, for all shares of the heads under tensor parallelism."""
+    models = ((512, 64, (64, 32, 16)), (128, 16, (8,)))
+    rows = ((torch.bfloat16, False), (torch.bfloat16, True), (torch.float32, False), (torch.float32, True))
+    for (latent_dim, key_dim, heads), capability_, (dtype, is_fp8) in product(models, (90, 120), rows):
+        tiles = {choose_tile(capability_, dtype, is_fp8, count, latent_dim) for count in heads}
+        for tile, selects in product(sorted(tiles), (False, True)):
+            yield _variant(tile, latent_dim, key_dim, dtype, is_fp8, selects, capability_)
+    yield Variant(
+        name="join",
+        fn=_join,
+        signature={"part_ptr": "*fp32", "lse_ptr": "*fp32", "out_ptr": "*bf16", "H": "i32", "num_parts": "i32"},
+        constants={"C": 512, "BC": 256, "BB": MAX_PARTS},
+        unaligned=frozenset({"num_parts"}),
+    )
+
+
+def _variant(
+    tile: Tile, latent_dim: int, key_dim: int, dtype: torch.dtype, is_fp8: bool, selects: bool, capability_: int
+) -> Variant:
+    name = "bf16" if dtype == torch.bfloat16 else "fp32"
+    pointers = {"q_ptr": f"*{name}", "latent_ptr": "*fp8e4nv" if is_fp8 else f"*{name}", "out_ptr": "*fp32"}
+    pointers |= {"key_ptr": "*bf16" if is_fp8 else f"*{name}", "positions_ptr": "*i64", "slice_ptr": "*i32"}
+    pointers |= {"table_ptr": "*i32", "lse_ptr": "*fp32", "scale_log2": "fp32"}
+    block_latent, block_key = _blocks(latent_dim, key_dim)
+    constants = {"C": latent_dim, "R": key_dim, "K": 2048 if selects else 0, "PAGE": 64, "GROUP": LATENT_GROUP}
+    constants |= {"BH": tile.heads, "BS": tile.positions, "BC": block_latent, "BR": block_key}
+    constants |= {"PRECISION": "ieee" if dtype == torch.float32 else "tf32"}
+    for pointer, kind, is_given in (("scales_ptr", "*fp32", is_fp8), ("selected_ptr", "*i32", selects)):
+        (pointers if is_given else constants)[pointer] = kind if is_given else None
+    integers = ("token_stride", "head_stride", "latent_stride", "scales_stride", "key_stride", "selected_stride")
+    return Variant(
+        name=f"attend-{latent_dim}-{tile.heads}x{tile.positions}-{name}{'-fp8' * is_fp8}{'-selected' * selects}"
+        f"-sm{capability_}",
+        fn=_attend,
+        signature=pointers | dict.fromkeys((*integers, "table_stride", "H", "num_parts"), "i32"),
+        constants=constants,
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
+        unaligned=frozenset({"scales_stride", "table_stride", "num_parts"}),
+        capabilities=(capability_,),
+        is_slow_to_compile=dtype == torch.float32 or selects,
+    )

@@ -3,6 +3,8 @@ of its columns). Arithmetic in fp32, roundings where :mod:`glm5ray.kernels.inter
 
 Shape suffixes in :mod:`glm5ray.kernels.interface`."""
 
+# pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false, reportIndexIssue=false, reportReturnType=false
+# (Triton's annotations say nothing of how a kernel is launched)
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
@@ -24,7 +26,7 @@ LEAST_AMAX = tl.constexpr(1e-4)
 
 
 @triton.jit
-def _rms_norm(x_ptr, weight_ptr, out_ptr, residual_ptr, x_stride, eps, X: tl.constexpr, BLOCK: tl.constexpr):  # noqa: N803
+def _rms_norm(x_ptr, weight_ptr, out_ptr, residual_ptr, x_stride, eps, X: tl.constexpr, BLOCK: tl.constexpr):
     """A row. With ``residual_ptr`` the sum of both is written there, and normed."""
     row = tl.program_id(0).to(tl.int64)
     cols = tl.arange(0, BLOCK)
@@ -70,7 +72,7 @@ def _warps(block: int) -> int:
 
 
 @triton.jit
-def _silu_and_mul(x_ptr, out_ptr, F, BLOCK: tl.constexpr):  # noqa: N803
+def _silu_and_mul(x_ptr, out_ptr, F, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = cols < F
@@ -91,7 +93,7 @@ def silu_and_mul(gate_up_TX: Tensor) -> Tensor:
 
 
 @triton.jit
-def _turn(even, odd, rope_ptr, row, pair, mask, R: tl.constexpr):  # noqa: N803
+def turn(even, odd, rope_ptr, row, pair, mask, R: tl.constexpr):
     """The pairs (even, odd) of token ``row``, turned by the angles of its position."""
     cos = tl.load(rope_ptr + row * R + 2 * pair, mask=mask, other=0.0)
     sin = tl.load(rope_ptr + row * R + 2 * pair + 1, mask=mask, other=0.0)
@@ -99,7 +101,7 @@ def _turn(even, odd, rope_ptr, row, pair, mask, R: tl.constexpr):  # noqa: N803
 
 
 @triton.jit
-def _rope(x_ptr, rope_ptr, token_stride, head_stride, J, R: tl.constexpr, BJ: tl.constexpr, BP: tl.constexpr):  # noqa: N803
+def _rope(x_ptr, rope_ptr, token_stride, head_stride, J, R: tl.constexpr, BJ: tl.constexpr, BP: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * BJ + tl.arange(0, BJ)[:, None]
     pair = tl.arange(0, BP)[None, :]
@@ -107,7 +109,7 @@ def _rope(x_ptr, rope_ptr, token_stride, head_stride, J, R: tl.constexpr, BJ: tl
     at = x_ptr + row * token_stride + head * head_stride + 2 * pair
     even = tl.load(at, mask=mask, other=0.0).to(tl.float32)
     odd = tl.load(at + 1, mask=mask, other=0.0).to(tl.float32)
-    even, odd = _turn(even, odd, rope_ptr, row, pair, pair < R // 2, R)
+    even, odd = turn(even, odd, rope_ptr, row, pair, pair < R // 2, R)
     tl.store(at, even.to(x_ptr.dtype.element_ty), mask=mask)
     tl.store(at + 1, odd.to(x_ptr.dtype.element_ty), mask=mask)
 
@@ -137,12 +139,12 @@ def _append_latent(
     scales_stride,
     key_stride,
     eps,
-    C: tl.constexpr,  # noqa: N803
-    R: tl.constexpr,  # noqa: N803
-    GROUP: tl.constexpr,  # noqa: N803
-    NUM_GROUPS: tl.constexpr,  # noqa: N803
-    BLOCK_GROUPS: tl.constexpr,  # noqa: N803
-    BP: tl.constexpr,  # noqa: N803
+    C: tl.constexpr,
+    R: tl.constexpr,
+    GROUP: tl.constexpr,
+    NUM_GROUPS: tl.constexpr,
+    BLOCK_GROUPS: tl.constexpr,
+    BP: tl.constexpr,
 ):
     """The row of one token. ``scales_ptr`` is None where latents are kept in the model's own type; else they are e4m3
     with a scale for ``GROUP`` columns."""
@@ -170,7 +172,7 @@ def _append_latent(
         in_pairs = pair < R // 2
         even = tl.load(kv_ptr + row * kv_stride + C + 2 * pair, mask=in_pairs, other=0.0).to(tl.float32)
         odd = tl.load(kv_ptr + row * kv_stride + C + 2 * pair + 1, mask=in_pairs, other=0.0).to(tl.float32)
-        even, odd = _turn(even, odd, rope_ptr, row, pair, in_pairs, R)
+        even, odd = turn(even, odd, rope_ptr, row, pair, in_pairs, R)
         at = key_ptr + slot * key_stride + 2 * pair
         tl.store(at, even.to(key_ptr.dtype.element_ty), mask=in_pairs)
         tl.store(at + 1, odd.to(key_ptr.dtype.element_ty), mask=in_pairs)
@@ -220,9 +222,9 @@ def _append_index_key(
     scales_stride,
     page_size,
     eps,
-    I: tl.constexpr,  # noqa: N803, E741
-    R: tl.constexpr,  # noqa: N803
-    BP: tl.constexpr,  # noqa: N803
+    I: tl.constexpr,  # noqa: E741
+    R: tl.constexpr,
+    BP: tl.constexpr,
 ):
     """The index key of one token, as pairs of columns; ``scales_ptr`` is None where keys are not quantised. An odd last
     column stands in a pair of its own."""
@@ -246,7 +248,7 @@ def _append_index_key(
         odd = (odd / deviation * weight + bias).to(k_ptr.dtype.element_ty).to(tl.float32)
 
         turns = pair < R // 2
-        turned_even, turned_odd = _turn(even, odd, rope_ptr, row, pair, turns, R)
+        turned_even, turned_odd = turn(even, odd, rope_ptr, row, pair, turns, R)
         even = tl.where(turns, turned_even, even).to(k_ptr.dtype.element_ty)
         odd = tl.where(turns, turned_odd, odd).to(k_ptr.dtype.element_ty)
         page, offset = slot // page_size, slot % page_size
@@ -286,4 +288,63 @@ def append_index_keys(
         width,
         rope_TR.shape[-1],
         triton.next_power_of_2(max(-(-width // 2), 1)),
+    )
+
+
+def variants() -> Iterator[Variant]:
+    """At GLM-5's sizes, in bf16 and fp32, with and without FP8 rows."""
+    for dtype in ("bf16", "fp32"):
+        yield from _dense_variants(f"*{dtype}", dtype)
+        for row in (dtype, "fp8e4nv"):
+            yield from _append_variants(f"*{dtype}", f"*{row}", f"{dtype}-{row}")
+
+
+def _dense_variants(pointer: str, name: str) -> Iterator[Variant]:
+    for residual in (True, False):
+        for width in (2048, 6144):
+            block = triton.next_power_of_2(width)
+            yield Variant(
+                name=f"norm-{name}-{width}-{residual}",
+                fn=_rms_norm,
+                signature={"x_ptr": pointer, "weight_ptr": pointer, "out_ptr": pointer, "x_stride": "i32"}
+                | {"eps": "fp32"}
+                | ({"residual_ptr": pointer} if residual else {}),
+                constants={"X": width, "BLOCK": block} | ({} if residual else {"residual_ptr": None}),
+                num_warps=_warps(block),
+            )
+    yield Variant(
+        name=f"silu-{name}",
+        fn=_silu_and_mul,
+        signature={"x_ptr": pointer, "out_ptr": pointer, "F": "i32"},
+        constants={"BLOCK": 1024},
+    )
+    yield Variant(
+        name=f"rope-{name}",
+        fn=_rope,
+        signature={"x_ptr": pointer, "rope_ptr": "*fp32", "token_stride": "i32", "head_stride": "i32", "J": "i32"},
+        constants={"R": 64, "BJ": 32, "BP": 32},
+    )
+
+
+def _append_variants(pointer: str, row: str, name: str) -> Iterator[Variant]:
+    is_fp8 = row == "*fp8e4nv"
+    yield Variant(
+        name=f"latent-{name}",
+        fn=_append_latent,
+        signature={"kv_ptr": pointer, "weight_ptr": pointer, "rope_ptr": "*fp32", "slots_ptr": "*i64"}
+        | {"latent_ptr": row, "key_ptr": "*bf16" if is_fp8 else row, "eps": "fp32"}
+        | dict.fromkeys(("kv_stride", "latent_stride", "scales_stride", "key_stride"), "i32")
+        | ({"scales_ptr": "*fp32"} if is_fp8 else {}),
+        constants={"C": 512, "R": 64, "GROUP": LATENT_GROUP, "NUM_GROUPS": 4, "BLOCK_GROUPS": 4, "BP": 32}
+        | ({} if is_fp8 else {"scales_ptr": None}),
+        unaligned=frozenset({"scales_stride", "key_stride"}),
+    )
+    yield Variant(
+        name=f"index-{name}",
+        fn=_append_index_key,
+        signature={"k_ptr": pointer, "weight_ptr": pointer, "bias_ptr": pointer, "rope_ptr": "*fp32"}
+        | {"slots_ptr": "*i64", "keys_ptr": row, "page_size": "i32", "eps": "fp32"}
+        | dict.fromkeys(("k_stride", "page_stride", "scales_stride"), "i32")
+        | ({"scales_ptr": "*fp32"} if is_fp8 else {}),
+        constants={"I": 128, "R": 64, "BP": 64} | ({} if is_fp8 else {"scales_ptr": None}),
     )
