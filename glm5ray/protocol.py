@@ -14,6 +14,7 @@ from __future__ import annotations
 from array import array
 from dataclasses import dataclass, field, fields
 from enum import StrEnum
+from itertools import islice
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgpack
@@ -245,6 +246,9 @@ class TokenEvent(NamedTuple):
     error_code: str | None = None
 
 
+_TOKENS_ALONE = TokenEvent("", 0)[3:]
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NewSequence:
     """A sequence that the workers do not know yet (or no longer: preempted ones come back as new)."""
@@ -391,6 +395,47 @@ def decode_output(data: bytes) -> StepOutput:
         failed=failed,
         duration_s=duration_s,
     )
+
+
+def encode_events(events: list[TokenEvent]) -> bytes:
+    """Events of many requests in one message. The usual event, new tokens and nothing else, travels in columns; what
+    the others have beside is msgpack."""
+    numbers: dict[str, int] = {}
+    rest = []
+    for row, event in enumerate(events):
+        numbers.setdefault(event.request_id, len(numbers))
+        if event[3:] != _TOKENS_ALONE:
+            rest.append([row, *event[3:]])
+    columns = (
+        [numbers[event.request_id] for event in events],
+        [event.index for event in events],
+        [len(event.token_ids) for event in events],
+        [token for event in events for token in event.token_ids],
+    )
+    return _pack([PROTOCOL_VERSION, list(numbers), [_column(c) for c in columns], rest])
+
+
+def decode_events(data: bytes) -> list[TokenEvent]:
+    """Raises ``ValueError`` for a message of another version."""
+    version, names, columns, rest = msgpack.unpackb(data, strict_map_key=False)
+    _check_version(version)
+    numbers, indexes, counts, flat_tokens = (_uncolumn(c) for c in columns)
+    tokens = iter(flat_tokens)
+    events = [
+        TokenEvent(names[number], index, tuple(islice(tokens, count)))
+        for number, index, count in zip(numbers, indexes, counts, strict=True)
+    ]
+    for row, reason, stop_token_id, logprobs, prompt_logprobs, num_cached, error, error_code in rest:
+        events[row] = events[row]._replace(
+            finish_reason=FinishReason(reason) if reason is not None else None,
+            stop_token_id=stop_token_id,
+            logprobs=tuple(_token_logprobs(values) for values in logprobs),
+            prompt_logprobs=tuple(_token_logprobs(values) for values in prompt_logprobs),
+            num_cached_tokens=num_cached,
+            error=error,
+            error_code=error_code,
+        )
+    return events
 
 
 def encode_request(request: GenerateRequest) -> bytes:

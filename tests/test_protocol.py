@@ -11,15 +11,19 @@ from hypothesis import strategies as st
 
 from glm5ray.errors import RequestError
 from glm5ray.protocol import (
+    FinishReason,
     GenerateRequest,
     NewSequence,
     SamplingParams,
     StepInput,
     StepOutput,
+    TokenEvent,
     TokenLogprobs,
+    decode_events,
     decode_output,
     decode_request,
     decode_step,
+    encode_events,
     encode_output,
     encode_request,
     encode_step,
@@ -144,3 +148,35 @@ def test_params_out_of_range(field: str, value: Any, part: str) -> None:
         SamplingParams(**{field: value}).validate(vocab_size=272)
     assert caught.value.param == field
     assert part in caught.value.message
+
+
+events = st.builds(
+    TokenEvent,
+    request_id=st.sampled_from(["a", "b", "ü/3"]),
+    index=st.integers(0, 3),
+    token_ids=id_lists.map(tuple),
+    finish_reason=st.none() | st.sampled_from(FinishReason),
+    stop_token_id=st.none() | ids,
+    logprobs=st.lists(logprobs, max_size=2).map(tuple),
+    prompt_logprobs=st.lists(logprobs, max_size=2).map(tuple),
+    num_cached_tokens=ids,
+    error=st.none() | st.text(max_size=8),
+    error_code=st.none() | st.text(max_size=8),
+)
+plain_events = st.tuples(st.sampled_from(["a", "b"]), st.integers(0, 3), id_lists.map(tuple)).map(
+    lambda values: TokenEvent(*values)
+)
+
+
+@given(st.lists(events | plain_events, max_size=12))
+def test_events_come_back_as_they_went(sent: list[TokenEvent]):
+    received = decode_events(encode_events(sent))
+    assert received == sent
+    assert all(
+        type(event.finish_reason) is type(other.finish_reason) for event, other in zip(received, sent, strict=True)
+    )
+
+
+def test_events_of_another_version_are_refused():
+    with pytest.raises(ValueError, match="protocol version"):
+        decode_events(msgpack.packb([99, [], [], []]))

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
     from glm5ray.engine.core import EngineCore
     from glm5ray.protocol import Capacity, GenerateRequest
+    from glm5ray.scheduler.limits import RequestLimits
 
 logger = logging.getLogger(__name__)
 
@@ -115,6 +116,13 @@ class EngineLoop:
         if self._core is None:
             raise EngineUnavailable(f"engine {self._engine!r} is {self._state.value}: {self._detail}")
         return self._core.capacity
+
+    @property
+    def limits(self) -> RequestLimits:
+        """Raises :class:`EngineUnavailable` before the engine is ready."""
+        if self._core is None:
+            raise EngineUnavailable(f"engine {self._engine!r} is {self._state.value}: {self._detail}")
+        return self._core.scheduler.limits
 
     def submit(self, request: GenerateRequest) -> None:
         """Queues a request that has its seed. Raises :class:`RequestError` if it could never be served, and

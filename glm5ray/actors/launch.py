@@ -1,0 +1,173 @@
+"""Starting, finding and ending engines in a Ray cluster."""
+
+from __future__ import annotations
+
+import logging
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import ray
+from ray.exceptions import RayError
+from ray.util import list_named_actors
+
+from glm5ray.actors.client import RayEngineClient
+from glm5ray.actors.handles import SchedulerHandle, find_scheduler
+from glm5ray.actors.names import NAMESPACE, engine_of, scheduler_name
+from glm5ray.actors.scheduler_actor import SchedulerActor
+from glm5ray.actors.spec import EngineSpec, in_process_executor
+from glm5ray.engine.client import EngineState
+from glm5ray.errors import ConfigError, EngineUnavailable
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from glm5ray.config import EngineConfig
+    from glm5ray.engine.client import EngineInfo, EngineStatus
+
+logger = logging.getLogger(__name__)
+
+START_TIMEOUT_S = 3600.0
+"""Weights of 400 GB from a slow disk take this long."""
+_MAX_SCHEDULER_RESTARTS = 10
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StartedEngine:
+    """An engine that is ready."""
+
+    engine: str
+    info: EngineInfo
+
+
+def join_ray(address: str | None = "auto") -> None:
+    """Makes this process a driver of a Ray cluster, unless it is one already.
+
+    ``auto``: the one that runs on this machine; ``None``: the same, or a new one that ends with this process; else an
+    address. Raises :class:`EngineUnavailable` if there is none."""
+    if ray.is_initialized():
+        return
+    if address is None:
+        try:
+            join_ray("auto")
+        except EngineUnavailable:
+            ray.init(namespace=NAMESPACE, include_dashboard=False, log_to_driver=False)
+        return
+    try:
+        ray.init(address=address, namespace=NAMESPACE, log_to_driver=False)
+    except (ConnectionError, RayError, ValueError) as error:
+        where = "on this machine" if address == "auto" else f"at {address}"
+        raise EngineUnavailable(f"no Ray cluster answers {where}: {' '.join(str(error).split())}") from error
+
+
+def start_engine(
+    config: EngineConfig,
+    *,
+    engine: str = "default",
+    address: str | None = None,
+    detached: bool = True,
+    progress: Callable[[str], None] | None = None,
+    timeout_s: float = START_TIMEOUT_S,
+) -> StartedEngine:
+    """Starts an engine and waits until it answers.
+
+    ``address`` as in :func:`join_ray`. ``detached``: it goes on when this process ends; otherwise it ends with it.
+    ``progress`` is told each phase in a sentence. Raises :class:`ConfigError` if the name is taken, and
+    :class:`EngineUnavailable` with the reason if it does not come up; then nothing is left of it.
+    """
+    overlap = config.scheduler.overlap
+    spec = EngineSpec(
+        engine=engine,
+        config=config,
+        make_executor=in_process_executor,
+        overlap=False if overlap == "auto" else overlap,
+    )
+    return start_from_spec(spec, address=address, detached=detached, progress=progress, timeout_s=timeout_s)
+
+
+def start_from_spec(
+    spec: EngineSpec,
+    *,
+    address: str | None = None,
+    detached: bool = True,
+    progress: Callable[[str], None] | None = None,
+    timeout_s: float = START_TIMEOUT_S,
+) -> StartedEngine:
+    """:func:`start_engine` for an engine over any executor."""
+    join_ray(address)
+    if spec.engine in list_engines(address):
+        raise ConfigError(
+            f"an engine called {spec.engine!r} runs already; connect to it, stop it, or give this one another name"
+        )
+    actor = ray.remote(SchedulerActor).options(
+        name=scheduler_name(spec.engine),
+        namespace=NAMESPACE,
+        lifetime="detached" if detached else None,
+        num_cpus=0,
+        num_gpus=0,
+        max_restarts=_MAX_SCHEDULER_RESTARTS,
+        max_task_retries=0,
+        runtime_env={"env_vars": {"CUDA_VISIBLE_DEVICES": ""}},
+    )
+    handle = SchedulerHandle(spec.engine, actor.remote(spec))
+    try:
+        _wait_until_ready(handle, progress or logger.info, timeout_s)
+        info, _ = handle.call("info")
+    except BaseException:
+        stop_engine(spec.engine, address=address)
+        raise
+    return StartedEngine(engine=spec.engine, info=info)
+
+
+def _wait_until_ready(handle: SchedulerHandle, progress: Callable[[str], None], timeout_s: float) -> None:
+    started_s = time.monotonic()
+    told = ""
+    progress("the scheduler starts")
+    while True:
+        # the process of the actor may take longer than a call may: it imports torch
+        status: EngineStatus = handle.call("status", timeout_s=60.0)
+        if status.state is EngineState.READY:
+            progress(f"ready after {time.monotonic() - started_s:.1f} s")
+            return
+        if status.state in (EngineState.FAILED, EngineState.STOPPED):
+            raise EngineUnavailable(f"engine {handle.engine!r} did not start: {status.detail}")
+        if status.detail != told:
+            progress(told := status.detail)
+        if time.monotonic() - started_s > timeout_s:
+            raise EngineUnavailable(f"engine {handle.engine!r} was not ready within {timeout_s:.0f} s: {status.detail}")
+        time.sleep(0.1)
+
+
+def connect(engine: str = "default", *, address: str | None = "auto") -> RayEngineClient:
+    """A client of a running engine, for one event loop. Raises :class:`EngineUnavailable`."""
+    join_ray(address)
+    find_scheduler(engine)
+    return RayEngineClient(engine)
+
+
+def list_engines(address: str | None = "auto") -> list[str]:
+    """The names of the engines in the cluster, ready or not. Raises :class:`EngineUnavailable`."""
+    join_ray(address)
+    named: Any = list_named_actors(all_namespaces=True)  # of dicts, whatever its annotation says
+    names = [engine_of(entry["name"]) for entry in named if entry["namespace"] == NAMESPACE]
+    return sorted(name for name in names if name is not None)
+
+
+def stop_engine(engine: str = "default", *, address: str | None = "auto", timeout_s: float = 20.0) -> bool:
+    """Ends an engine, its workers and its placement group. False if none of this name runs."""
+    join_ray(address)
+    try:
+        actor = find_scheduler(engine)
+    except EngineUnavailable:
+        return False
+    try:
+        SchedulerHandle(engine, actor).call("stop", timeout_s / 2, timeout_s=timeout_s)
+    except EngineUnavailable as error:
+        logger.warning("engine=%s is ended by force: %s", engine, error)
+    ray.kill(actor, no_restart=True)  # workers are its children and go with it
+    until_s = time.monotonic() + timeout_s
+    while engine in list_engines(address):
+        if time.monotonic() > until_s:
+            raise EngineUnavailable(f"engine {engine!r} was told to end and is still there after {timeout_s:.0f} s")
+        time.sleep(0.05)
+    return True

@@ -1,0 +1,20 @@
+"""How the actors of an engine are called: people read it on the dashboard, programs find them again by it."""
+
+from __future__ import annotations
+
+NAMESPACE = "glm5ray"
+"""Ray's namespace of all engines."""
+
+_PREFIX, _SCHEDULER = "glm5ray:", ":scheduler"
+
+
+def scheduler_name(engine: str) -> str:
+    """The actor that a client looks up."""
+    return f"{_PREFIX}{engine}{_SCHEDULER}"
+
+
+def engine_of(actor_name: str) -> str | None:
+    """The engine whose scheduler an actor is; ``None`` for every other actor."""
+    if actor_name.startswith(_PREFIX) and actor_name.endswith(_SCHEDULER):
+        return actor_name[len(_PREFIX) : -len(_SCHEDULER)]
+    return None

@@ -1,0 +1,79 @@
+"""Engines without a model for the actors' tests. Their executors live inside the scheduler actor, so this module is
+imported there."""
+
+from __future__ import annotations
+
+import os
+import time
+import zlib
+from typing import TYPE_CHECKING
+
+from glm5ray.actors.spec import EngineSpec
+from glm5ray.config import config_from_dict
+from glm5ray.engine.executor import FakeExecutor
+from glm5ray.errors import CheckpointError
+from glm5ray.protocol import Capacity
+from tests.engine.faults import DyingExecutor
+
+if TYPE_CHECKING:
+    from glm5ray.engine.executor import Executor, PendingStep
+    from glm5ray.protocol import StepInput
+
+CAPACITY = Capacity(num_pages=64, page_size=4, max_model_len=120, vocab_size=100, eos_token_ids=(0,))
+
+
+def next_token(request_id: str, index: int, position: int) -> int:
+    """Of the client's id: what stands before the slash is the scheduler's."""
+    name = request_id.rpartition("/")[2]
+    return 1 + zlib.crc32(f"{name}/{index}/{position}".encode()) % 99
+
+
+class PacedExecutor(FakeExecutor):
+    """Each step takes five milliseconds."""
+
+    def submit(self, step: StepInput) -> PendingStep:
+        time.sleep(0.005)
+        return super().submit(step)
+
+
+def paced(spec: EngineSpec, epoch: int) -> Executor:
+    return PacedExecutor(CAPACITY, next_token)
+
+
+def dying(spec: EngineSpec, epoch: int) -> Executor:
+    """Workers die in every tenth step, and with every step that has a request called poison."""
+
+    def kills(executor: DyingExecutor, step: StepInput) -> bool:
+        names = {name.rpartition("/")[2] for name in executor.request_ids(step)}
+        return step.step_id == 9 or "poison" in names
+
+    executor = DyingExecutor(CAPACITY, next_token, kills)
+    executor.epoch = epoch
+    return executor
+
+
+def unloadable(spec: EngineSpec, epoch: int) -> Executor:
+    raise CheckpointError("model.safetensors: no such file")
+
+
+class SuicidalExecutor(PacedExecutor):
+    """Ends the scheduler's own process, once, in the middle of its work."""
+
+    def __init__(self, flag: str) -> None:
+        super().__init__(CAPACITY, next_token)
+        self._flag = flag
+
+    def submit(self, step: StepInput) -> PendingStep:
+        if step.step_id == 12 and not os.path.exists(self._flag):
+            open(self._flag, "w").close()
+            os._exit(1)
+        return super().submit(step)
+
+
+def suicidal(spec: EngineSpec, epoch: int) -> Executor:
+    return SuicidalExecutor(spec.config.model.path)
+
+
+def make_spec(engine: str, make_executor=paced, *, path: str = "nano", **changes) -> EngineSpec:
+    config = config_from_dict({"model": {"path": path}, "scheduler": {"max_num_seqs": 8, "max_num_batched_tokens": 64}})
+    return EngineSpec(engine=engine, config=config, make_executor=make_executor, **changes)
