@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from itertools import repeat
+from itertools import chain, repeat
 from typing import TYPE_CHECKING, NamedTuple
 
 from glm5ray.protocol import TokenEvent
@@ -39,6 +39,11 @@ class Flight:
     """seq_ids whose sample needs more than being appended: the first or the last of a sequence."""
     void: set[int] = field(default_factory=set)
     """seq_ids that ended since: what the step says of them means nothing."""
+
+    def suspects(self) -> Iterator[int]:
+        """seq_ids that have a slice in the step and have not ended since."""
+        seq_ids = chain(self.rows.seq_ids, (chunk.seq.seq_id for chunk in self.chunks))
+        return (seq_id for seq_id in seq_ids if seq_id not in self.void)
 
     def tokens(self, output: StepOutput) -> list[int]:
         """Sampled tokens in the order of ``rows``, then of the last chunks; -1 for a failed sequence that has none."""

@@ -21,26 +21,22 @@ from collections import Counter, deque
 from typing import TYPE_CHECKING
 
 from glm5ray.errors import RequestError
-from glm5ray.protocol import FinishReason, NewSequence, StepInput, StepOutput, TokenEvent
+from glm5ray.protocol import FinishReason, StepInput, StepOutput, TokenEvent
+from glm5ray.scheduler.admission import Admission
 from glm5ray.scheduler.decodes import DecodeBatch
 from glm5ray.scheduler.flights import Chunk, Flight, next_chunk, token_events
 from glm5ray.scheduler.limits import RequestLimits
 from glm5ray.scheduler.live_requests import LiveRequests
+from glm5ray.scheduler.probation import FAILURES_TO_QUARANTINE
 from glm5ray.scheduler.sequence import Sequence, State
 from glm5ray.scheduler.sequence_pages import SequencePages
 from glm5ray.scheduler.stats import SchedulerStats
-from glm5ray.scheduler.waiting import WaitingQueue
 
 if TYPE_CHECKING:
     from collections.abc import Collection
 
     from glm5ray.config import SchedulerSection
     from glm5ray.protocol import Capacity, GenerateRequest, TokenLogprobs
-
-OLDEST_EVERY = 16
-"""Under ``policy: priority`` every 16th admission is that of the sequence that arrived first, whatever its priority.
-So a request ages with the admissions around it, needs no clock, and starts at the latest when the requests older than
-it have had their turns."""
 
 MAX_STEPS_IN_FLIGHT = 2
 
@@ -55,24 +51,20 @@ class Scheduler:
         self.limits = RequestLimits(config, capacity)
         self._config = config
         self._capacity = capacity
-        # Every running sequence gets at least one token per step, so a batch never has more of them than the step has
-        # tokens.
-        self._max_running = min(config.max_num_seqs, config.max_num_batched_tokens)
         self._eos = frozenset(capacity.eos_token_ids)
 
         self._live = LiveRequests()
-        self._waiting = WaitingQueue()
         self._pages = SequencePages(capacity, prefix_caching=prefix_caching)
+        self._admission = Admission(config, self._pages)
         self._last_seq_id = -1
-        self._admission_may_succeed = True
 
         self._num_steps = 0
         self._num_tokens_scheduled = 0
         self._num_tokens_sampled = 0
-        self._num_admissions = 0
         self._num_preemptions = 0
         self._num_finished: Counter[FinishReason] = Counter()
         self._num_corrupted = 0
+        self._num_quarantined = 0
         self._begin(epoch)
 
     def _begin(self, epoch: int) -> None:
@@ -101,7 +93,7 @@ class Scheduler:
 
     @property
     def num_waiting(self) -> int:
-        return len(self._waiting) + self._live.num_parked
+        return len(self._admission.waiting) + self._live.num_parked
 
     @property
     def num_running(self) -> int:
@@ -136,7 +128,7 @@ class Scheduler:
             )
             siblings.append(seq)
         for seq in self._live.add(siblings, park=self._pages.can_be_shared(siblings[0])):
-            self._wait(seq)
+            self._admission.wait(seq)
 
     def abort(
         self, request_id: str, index: int | None = None, reason: FinishReason = FinishReason.ABORT
@@ -152,20 +144,18 @@ class Scheduler:
         """The workers were replaced by incarnation ``epoch``: no page has contents, steps in flight never come back,
         and what was running waits again with the tokens it has. Returns the ends of sequences that are given up."""
         assert epoch > self._epoch, f"epoch {epoch} follows {self._epoch}"
+        suspects = sorted({seq_id for flight in self._flights for seq_id in flight.suspects()})
         self._begin(epoch)
         self._pages.reset()
-        self._admission_may_succeed = True
+        self._admission.look_again()
         for seq in self._live.sequences.values():
             seq.inserted.clear()
             self._pages.forget(seq)
             if seq.state not in (State.WAITING, State.PARKED):
-                self._wait(seq)
-        return []
-
-    def _wait(self, seq: Sequence) -> None:
-        seq.state = State.WAITING
-        self._waiting.push(seq)
-        self._admission_may_succeed = True
+                self._admission.wait(seq)
+        given_up = self._admission.probation.blame([self._live.sequences[seq_id] for seq_id in suspects])
+        request_ids = dict.fromkeys(seq.request_id for seq in given_up)
+        return [self._quarantine(seq) for request_id in request_ids for seq in self._live.of(request_id)]
 
     # --- schedule ---------------------------------------------------------------------------------------------------
 
@@ -174,14 +164,21 @@ class Scheduler:
         in flight."""
         assert len(self._flights) < MAX_STEPS_IN_FLIGHT, f"{len(self._flights)} steps are in flight already"
         step_id = self._next_step_id
+        if self._admission.probation.wants_all_quiet:
+            while len(self._decodes):
+                self._preempt_one()
         num_preemptions = self._num_preemptions
         new_pages = self._pages.open(self._make_room(step_id))
         budget = self._config.max_num_batched_tokens - len(self._decodes)
         chunks = self._continue_prefills(budget)
-        new_sequences: list[NewSequence] = []
+        admitted: list[Chunk] = []
         if self._num_preemptions == num_preemptions:  # else nothing is left, and a victim must not return at once
             budget -= sum(chunk.num_tokens for chunk in chunks)
-            self._admit(chunks, new_sequences, budget)
+            num_running = self.num_running
+            is_idle = not num_running and not self._flights
+            admitted = self._admission.admit(budget, num_running=num_running, is_idle=is_idle)
+            self._prefilling += [chunk.seq for chunk in admitted]
+            chunks += admitted
         num_decodes = len(self._decodes)
         if not num_decodes and not chunks:
             return None
@@ -192,7 +189,7 @@ class Scheduler:
             seq_ids=self._decodes.seq_ids + [chunk.seq.seq_id for chunk in chunks],
             starts=self._decodes.starts + [chunk.start for chunk in chunks],
             num_tokens=[1] * num_decodes + [chunk.num_tokens for chunk in chunks],
-            new_sequences=tuple(new_sequences),
+            new_sequences=tuple(chunk.seq.as_new() for chunk in admitted),
             new_pages=new_pages,
             dropped=self._dropped,
         )
@@ -222,7 +219,7 @@ class Scheduler:
         self._give_back(victim)
         victim.num_preemptions += 1
         self._num_preemptions += 1
-        self._wait(victim)
+        self._admission.wait(victim)
 
     def _continue_prefills(self, budget: int) -> list[Chunk]:
         chunks = []
@@ -233,58 +230,6 @@ class Scheduler:
             budget -= chunk.num_tokens
             chunks.append(chunk)
         return chunks
-
-    def _admit(self, chunks: list[Chunk], new_sequences: list[NewSequence], budget: int) -> None:
-        """Starts waiting sequences while there are tokens, places and pages.
-
-        A sequence whose pages are not there may be passed by later ones, at most ``max_skips`` times; then all wait
-        for it. As no more than ``max_skips`` sequences that do not fit are looked at, a step costs the same however
-        many wait.
-        """
-        if not self._admission_may_succeed:
-            return
-        places = self._max_running - self.num_running
-        max_skips = self._config.max_skips
-        passed: list[Sequence] = []
-        while budget > 0 and places > 0 and len(passed) <= max_skips:
-            if any(seq.num_passes >= max_skips for seq in passed):
-                break
-            seq = self._waiting.pop(oldest=self._is_turn_of_oldest() and not passed)
-            if seq is None:
-                break
-            if not self._pages.try_fill(seq, self._max_running - places):
-                passed.append(seq)
-                continue
-            for other in passed:
-                other.num_passes += 1
-            new_sequences.append(self._start(seq))
-            places -= 1
-            chunks.append(next_chunk(seq, budget))
-            budget -= chunks[-1].num_tokens
-        for seq in passed:
-            self._waiting.push(seq)
-        # If pages were all that was missing, it is no use to look again before some come back or another sequence
-        # arrives.
-        self._admission_may_succeed = not passed or budget == 0 or places == 0
-
-    def _is_turn_of_oldest(self) -> bool:
-        return self._config.policy == "priority" and self._num_admissions % OLDEST_EVERY == OLDEST_EVERY - 1
-
-    def _start(self, seq: Sequence) -> NewSequence:
-        """A sequence that has its pages now runs."""
-        seq.state = State.PREFILL
-        seq.num_passes = 0
-        self._prefilling.append(seq)
-        self._num_admissions += 1
-        return NewSequence(
-            seq_id=seq.seq_id,
-            request_id=seq.request_id,
-            index=seq.index,
-            token_ids=seq.tokens(0, seq.num_tokens),
-            num_prompt_tokens=len(seq.prompt),
-            sampling=seq.sampling,
-            pages=tuple(seq.pages),
-        )
 
     def _take_off(self, step_id: int, chunks: list[Chunk]) -> None:
         """Notes the step that was just planned, and brings every sequence to where it will be behind it."""
@@ -372,7 +317,7 @@ class Scheduler:
             self._pages.confirm(seq, start + num_tokens)
             if start + num_tokens >= len(seq.prompt):
                 for sibling in self._live.unpark(seq.request_id):
-                    self._wait(sibling)
+                    self._admission.wait(sibling)
         for seq in flight.filling:
             if seq.seq_id not in flight.void and seq.state is not State.WAITING:
                 self._pages.confirm(seq, seq.num_tokens)  # all known tokens: the sample is not appended yet
@@ -416,12 +361,23 @@ class Scheduler:
             seq.request_id, seq.index, finish_reason=FinishReason.ERROR, error=message, error_code="numerical_error"
         )
 
+    def _quarantine(self, seq: Sequence) -> TokenEvent:
+        self._num_quarantined += 1
+        message = (
+            f"the workers died {FAILURES_TO_QUARANTINE} times in a row while they computed this request, at last it "
+            "alone; it is not tried again"
+        )
+        self._end(seq, FinishReason.ERROR)
+        return TokenEvent(
+            seq.request_id, seq.index, finish_reason=FinishReason.ERROR, error=message, error_code="quarantined"
+        )
+
     # --- leaving ----------------------------------------------------------------------------------------------------
 
     def _end(self, seq: Sequence, reason: FinishReason) -> None:
         """``seq`` is finished, whatever state it was in."""
         if seq.state is State.WAITING:
-            self._waiting.discard(seq)
+            self._admission.waiting.discard(seq)
         elif seq.state is not State.PARKED:
             if seq.state is State.DECODE:
                 self._decodes.remove(seq)
@@ -430,7 +386,7 @@ class Scheduler:
             self._give_back(seq)
         next_leader = self._live.remove(seq)
         if next_leader is not None:
-            self._wait(next_leader)
+            self._admission.wait(next_leader)
         seq.state = State.FINISHED
         for flight in self._flights:
             flight.void.add(seq.seq_id)
@@ -440,7 +396,7 @@ class Scheduler:
         """Pages to the pool; the workers forget the sequence with the next step."""
         self._pages.give_back(seq)
         self._dropped.append(seq.seq_id)
-        self._admission_may_succeed = True
+        self._admission.look_again()
 
     # --- looking ----------------------------------------------------------------------------------------------------
 
@@ -459,34 +415,34 @@ class Scheduler:
             num_steps=self._num_steps,
             num_tokens_scheduled=self._num_tokens_scheduled,
             num_tokens_sampled=self._num_tokens_sampled,
-            num_admissions=self._num_admissions,
+            num_admissions=self._admission.num_admissions,
             num_preemptions=self._num_preemptions,
             prefix_query_tokens=self._pages.num_query_tokens,
             prefix_hit_tokens=self._pages.num_hit_tokens,
             num_finished={reason.value: n for reason, n in self._num_finished.items()},
             num_corrupted=self._num_corrupted,
+            num_quarantined=self._num_quarantined,
         )
 
     def check(self) -> None:
         """All invariants; raises ``AssertionError`` with the values. O(pages + sequences): for tests and idle turns."""
         self._live.check()
-        self._waiting.check()
+        self._admission.check()
         self._decodes.check(self._next_step_id)
         by_state: dict[State, set[int]] = {state: set() for state in State}
         for seq in self._live.sequences.values():
             by_state[seq.state].add(seq.seq_id)
             self._check_pages_of(seq)
         for state, seqs in (
-            (State.WAITING, self._waiting.sequences()),
+            (State.WAITING, self._admission.waiting.sequences()),
             (State.PREFILL, self._prefilling),
             (State.DECODE, self._decodes.sequences),
             (State.FINISHED, ()),
         ):
             wrong = by_state[state] ^ {seq.seq_id for seq in seqs}
             assert not wrong, f"sequences {sorted(wrong)} are {state.name} by their state or by their place alone"
-        for seq in self._waiting.sequences():
-            assert seq.num_passes <= self._config.max_skips, f"{seq!r} was passed {seq.num_passes} times"
-        assert self.num_running <= self._max_running, f"{self.num_running} run, at most {self._max_running} may"
+        max_running = self._admission.max_running
+        assert self.num_running <= max_running, f"{self.num_running} run, at most {max_running} may"
         self._pages.check(self._live.sequences.values())
 
     def _check_pages_of(self, seq: Sequence) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from enum import Enum
 from typing import TYPE_CHECKING
 
+from glm5ray.protocol import NewSequence
 from glm5ray.scheduler.prefix_cache import ROOT
 
 if TYPE_CHECKING:
@@ -41,9 +42,11 @@ class Sequence:
         "max_pages",
         "num_cached_tokens",
         "num_chained",
+        "num_failures",
         "num_passes",
         "num_preemptions",
         "num_scheduled",
+        "num_tokens_at_failure",
         "output",
         "pages",
         "pages_wanted",
@@ -96,6 +99,10 @@ class Sequence:
         self.num_preemptions = 0
         self.num_passes = 0
         """Admissions of later sequences while this one did not fit."""
+        self.num_failures = 0
+        """Deaths of workers with this sequence in a step in flight, in a row: a token gained between ends the row."""
+        self.num_tokens_at_failure = -1
+        """Known tokens at the last of them."""
         self.pages_wanted = 0
         """Pages that had to be available when it last did not fit."""
         self.prompt_logprobs: list[TokenLogprobs] = []
@@ -133,3 +140,15 @@ class Sequence:
         if start >= prompt_len:
             return tuple(self.output[start - prompt_len : stop - prompt_len])
         return self.prompt[start:] + tuple(self.output[: stop - prompt_len])
+
+    def as_new(self) -> NewSequence:
+        """For workers that do not know it: all known tokens, and its pages."""
+        return NewSequence(
+            seq_id=self.seq_id,
+            request_id=self.request_id,
+            index=self.index,
+            token_ids=self.tokens(0, self.num_tokens),
+            num_prompt_tokens=len(self.prompt),
+            sampling=self.sampling,
+            pages=tuple(self.pages),
+        )

@@ -33,3 +33,5 @@ class SchedulerStats:
     """Sequences by finish reason."""
     num_corrupted: int
     """Sequences that ended because their numbers went wrong."""
+    num_quarantined: int = 0
+    """Sequences that ended because the workers died with them again and again."""

@@ -44,7 +44,7 @@ def dying(spec: EngineSpec, epoch: int) -> Executor:
     """Workers die in every tenth step, and with every step that has a request called poison."""
 
     def kills(executor: DyingExecutor, step: StepInput) -> bool:
-        names = {name.rpartition("/")[2] for name in executor.request_ids(step)}
+        names = {name.rpartition("/")[2] for name in executor.reach(step)}
         return step.step_id == 9 or "poison" in names
 
     executor = DyingExecutor(CAPACITY, next_token, kills)

@@ -114,6 +114,22 @@ async def body_of_a_second_client(client: RayEngineClient) -> None:
     assert ends == [{0: (expected("same", 30), "length")}] * 2
 
 
+def test_dead_workers_are_a_pause_and_poison_fails_alone():
+    async def body(client: RayEngineClient) -> None:
+        names = [f"r{i}" for i in range(6)]
+        *answers, poison = await asyncio.gather(
+            *(tokens_of(client, request(name, 30)) for name in names), tokens_of(client, request("poison", 30))
+        )
+        assert answers == [{0: (expected(name, 30), "length")} for name in names]
+        assert poison[0] == ([], "quarantined")
+        status = await client.status()
+        assert status.state is EngineState.READY
+        assert status.num_restarts >= 3
+
+    with running(make_spec("dying", engines.dying)):
+        with_client("dying", body)
+
+
 def test_a_client_that_vanishes_leaves_nothing_running():
     async def body(client: RayEngineClient) -> None:
         events = client.generate(request("left", 110))

@@ -42,11 +42,14 @@ class DyingExecutor(FakeExecutor):
         self._kills = kills
         self._restarts_fail = restarts_fail
 
-    def request_ids(self, step: StepInput) -> set[str]:
-        """Whose sequences have a slice in ``step``, which was not submitted yet."""
+    def reach(self, step: StepInput) -> dict[str, int]:
+        """request_id -> the highest position (plus one) of its slices in ``step``, which was not submitted yet."""
         names = {seq_id: new.request_id for seq_id, (new, _) in self._known.items()}
         names |= {new.seq_id: new.request_id for new in step.new_sequences}
-        return {names[seq_id] for seq_id in step.seq_ids}
+        reach: dict[str, int] = {}
+        for seq_id, start, count in step.slices():
+            reach[names[seq_id]] = max(start + count, reach.get(names[seq_id], 0))
+        return reach
 
     def submit(self, step: StepInput) -> PendingStep:
         if not self.is_dead:

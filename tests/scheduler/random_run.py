@@ -154,7 +154,9 @@ class RandomRun:
     def restart(self) -> None:
         self.epoch += 1
         late = list(self.in_flight)
-        self.scheduler.restart(self.epoch)
+        events = self.scheduler.restart(self.epoch)
+        self.counts["quarantined"] += len(events)
+        self._see(events)
         self._start_worker()
         self.counts["restarts"] += 1
         for step, output in late:
@@ -182,7 +184,9 @@ class RandomRun:
         assert stats.num_running == stats.num_waiting == stats.num_pages_held == 0
         assert stats.num_pages_free + stats.num_pages_idle == self.capacity.num_pages
         assert sum(stats.num_finished.values()) == len(self.client.answers)
-        assert stats.num_corrupted == stats.num_finished.get("error", 0) == self.counts["error"]
+        assert stats.num_corrupted + stats.num_quarantined == self.counts["error"]
+        assert stats.num_finished.get("error", 0) == self.counts["error"]
+        assert stats.num_quarantined == self.counts["quarantined"]
         self.counts["preemptions"] += stats.num_preemptions
         self.counts["hits"] += stats.prefix_hit_tokens
 

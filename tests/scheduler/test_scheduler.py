@@ -9,7 +9,8 @@ import pytest
 from glm5ray.config import SchedulerSection
 from glm5ray.errors import CapacityError, RequestError
 from glm5ray.protocol import FinishReason, GenerateRequest, SamplingParams, StepOutput
-from glm5ray.scheduler.scheduler import OLDEST_EVERY, Scheduler
+from glm5ray.scheduler.admission import OLDEST_EVERY
+from glm5ray.scheduler.scheduler import Scheduler
 from glm5ray.scheduler.sequence import State
 from tests.builders import EOS, make_capacity, make_request, make_scheduler
 from tests.scheduler.steps import Loop
@@ -508,7 +509,7 @@ CORRUPTIONS: list[tuple[Callable[[Scheduler], object], str]] = [
     (lambda s: s._pages.cache.pool._counts.__setitem__(63, 1), "reference count"),
     (lambda s: s._prefilling[0].pages.clear(), "committed"),
     (lambda s: setattr(_decoding(s), "state", State.WAITING), "decodes"),
-    (lambda s: s._waiting._by_urgency.clear(), "in no heap"),
+    (lambda s: s._admission.waiting._by_urgency.clear(), "in no heap"),
     (lambda s: s._decodes.starts.__setitem__(0, 3), "has phase"),
     (lambda s: s._decodes._request_ids.__setitem__(0, "x"), "request_ids"),
     (lambda s: setattr(_decoding(s), "output", []), "another output"),
@@ -518,8 +519,8 @@ CORRUPTIONS: list[tuple[Callable[[Scheduler], object], str]] = [
     (lambda s: _decoding(s).output.extend([0] * 30), "at most 29"),
     (lambda s: setattr(s._live, "num_parked", 1), "parked"),
     (lambda s: setattr(s._pages, "_may_grow", 1), "may grow by"),
-    (lambda s: setattr(s._waiting._members[4], "num_passes", 17), "was passed 17 times"),
-    (lambda s: setattr(s, "_max_running", 1), "at most 1 may"),
+    (lambda s: setattr(s._admission.waiting._members[4], "num_passes", 17), "was passed 17 times"),
+    (lambda s: setattr(s._admission, "max_running", 1), "at most 1 may"),
 ]
 
 
@@ -536,5 +537,5 @@ def test_what_a_log_line_shows() -> None:
     assert repr(_decoding(scheduler)) == "Sequence(a[0] #0, prompt 9, out 1/20, 3 pages, DECODE)"
     shown = "Scheduler(step 1, 1 decode, 1 prefill, 3 waiting, PrefixCache(4 pages, 0 idle, PagePool(53 free of 64)))"
     assert repr(scheduler) == shown
-    assert repr(scheduler._waiting) == "WaitingQueue(3 waiting)"
+    assert repr(scheduler._admission.waiting) == "WaitingQueue(3 waiting)"
     assert repr(scheduler._decodes) == "DecodeBatch(1 sequences)"
