@@ -21,8 +21,10 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 MAX_RESTARTS_IN_A_ROW = 3
-"""Restarts of the workers after which no step came to its end: then the engine gives up. Each request that was
-quarantined meanwhile explains one more, up to this many."""
+"""Restarts of the workers after which no step came to its end: then the engine gives up."""
+MAX_EXPLAINED_QUARANTINES = 2
+"""A request that was quarantined meanwhile explains three such restarts; but if it goes on like that, it is the engine
+that kills its workers, and not the requests."""
 
 
 def collect_garbage_rarely() -> None:
@@ -136,7 +138,7 @@ class EngineCore:
             raise cause
         self.is_recovering = True
         while True:
-            allowed = MAX_RESTARTS_IN_A_ROW + min(self._num_quarantined_in_a_row, MAX_RESTARTS_IN_A_ROW)
+            allowed = MAX_RESTARTS_IN_A_ROW * (1 + min(self._num_quarantined_in_a_row, MAX_EXPLAINED_QUARANTINES))
             if self._num_restarts_in_a_row >= allowed:
                 raise WorkerDied(
                     f"{self._num_restarts_in_a_row} restarts in a row did not bring one step to its end; "
@@ -153,7 +155,7 @@ class EngineCore:
                 continue
             break
         quarantined = self.scheduler.restart(self.epoch)
-        self._num_quarantined_in_a_row += len(quarantined)
+        self._num_quarantined_in_a_row += len({event.request_id for event in quarantined})
         self._events += quarantined
         self.is_recovering = False
 
