@@ -56,6 +56,7 @@ PROVIDERS = (
             "append_index_keys",
             "mla_query",
             "mla_output",
+            "select_tokens",
             "mla_attention",
             "route",
         ),

@@ -8,6 +8,7 @@ from __future__ import annotations
 from torch.nn.functional import linear
 
 from glm5ray.kernels.triton.head_products import mla_output, mla_query
+from glm5ray.kernels.triton.indexer import select_tokens
 from glm5ray.kernels.triton.mla import mla_attention
 from glm5ray.kernels.triton.norm_rope import (
     add_rms_norm,
@@ -30,5 +31,6 @@ __all__ = [
     "rms_norm",
     "rope",
     "route",
+    "select_tokens",
     "silu_and_mul",
 ]

@@ -12,7 +12,8 @@ pytest.importorskip("triton")
 
 from glm5ray.kernels import reference, triton_ops
 from glm5ray.kernels.interface import ForwardBatch, Kernels
-from tests.kernels import test_attention, test_experts, test_pointwise
+from glm5ray.kernels.triton import indexer
+from tests.kernels import test_attention, test_experts, test_pointwise, test_selection_extremes
 from tests.kernels.shapes import DIMS, DTYPES, Tensors, make_batch
 
 pytestmark = pytest.mark.skipif(
@@ -49,6 +50,32 @@ def test_pointwise_ops(check, dtype, dims, tokens) -> None:
 @pytest.mark.parametrize(("dims", "page_size"), [("odd", 16), ("even", 1)])
 def test_mla_attention(dims, page_size, dtype, index_topk, step) -> None:
     test_attention.test_mla_attention(KERNELS, DIMS[dims], dtype, step, page_size, index_topk)
+
+
+@pytest.mark.parametrize("step", ["empty", "page edges", "decodes"])
+@pytest.mark.parametrize("index_topk", [1, 16, 17])
+@pytest.mark.parametrize(("dims", "page_size", "spread"), [("odd", 16, 2), ("even", 1, 100)])
+def test_select_tokens(dims, page_size, spread, index_topk, step) -> None:
+    test_attention.test_select_tokens(KERNELS, DIMS[dims], step, page_size, index_topk, spread)
+
+
+@pytest.mark.parametrize("step", ["decodes", "chunk"])
+def test_selection_in_levels(monkeypatch: pytest.MonkeyPatch, step: str) -> None:
+    """As contexts longer than a stretch are selected from, a few tokens at a time."""
+    monkeypatch.setattr(indexer, "STRETCH", 32)
+    monkeypatch.setattr(indexer, "MAX_SCORES", 700)
+    test_attention.test_select_tokens(KERNELS, DIMS["odd"], step, 16, 16, 2)
+
+
+@pytest.mark.parametrize("exponent", [-140, 100])
+def test_hidden_positions_lose_to_any_score(exponent: int) -> None:
+    test_selection_extremes.test_hidden_positions_lose_to_any_score(KERNELS, "decodes", exponent)
+
+
+@pytest.mark.filterwarnings("ignore:invalid value")
+@pytest.mark.parametrize("broken", [float("nan"), float("inf"), -float("inf")])
+def test_broken_scores_select_slots_of_their_own_sequence(broken: float) -> None:
+    test_selection_extremes.test_broken_scores_select_slots_of_their_own_sequence(KERNELS, "decodes", broken)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
