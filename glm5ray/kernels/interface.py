@@ -22,7 +22,7 @@ only, up to rounding."""
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -113,6 +113,9 @@ class Nvfp4ExpertWeights:
     """As in :class:`ExpertWeights`."""
 
 
+RoutedExperts: TypeAlias = ExpertWeights | Nvfp4ExpertWeights
+
+
 class SelectTokens(Protocol):
     """DSA's indexer: which cached tokens each token may attend to.
 
@@ -156,8 +159,10 @@ class MlaAttention(Protocol):
 
 
 class Linear(Protocol):
-    def __call__(self, x_TX: Tensor, weight_OX: Tensor) -> Tensor:
-        """[T, O]: ``x @ weight.T``; no linear layer of the model has a bias."""
+    def __call__(self, x_TX: Tensor, weight_OX: Any) -> Tensor:
+        """[T, O]: ``x @ weight.T``; no linear layer of the model has a bias.
+
+        weight_OX: a tensor, or an :class:`Nvfp4Weight` if the provider takes it (``Provider.nvfp4_ops``)."""
         ...
 
 
@@ -240,12 +245,14 @@ class Route(Protocol):
 class Experts(Protocol):
     """The routed experts, whose weights are nearly all of the model: a provider may want them laid out its own way."""
 
-    def pack(self, experts: ExpertWeights) -> ExpertWeights:
-        """The same numbers as :meth:`run` reads them best; called once a layer, after loading. Shapes stay, strides
-        may not."""
+    def pack(self, experts: Any) -> Any:
+        """The same numbers as :meth:`run` reads them best; called once a layer, after loading.
+
+        Takes :class:`ExpertWeights`, or :class:`Nvfp4ExpertWeights` where the provider serves them
+        (``Provider.nvfp4_ops``); the result may be a class of the provider's own."""
         ...
 
-    def run(self, x_TM: Tensor, ids_TA: Tensor, weights_TA: Tensor, experts: ExpertWeights) -> Tensor:
+    def run(self, x_TM: Tensor, ids_TA: Tensor, weights_TA: Tensor, experts: Any) -> Tensor:
         """[T, M]: ``sum_a weights[t, a] * down(silu(gate(x)) * up(x))`` over the assignments to this rank's experts."""
         ...
 

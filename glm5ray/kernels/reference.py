@@ -10,16 +10,27 @@ from typing import TYPE_CHECKING
 import torch
 
 from glm5ray.kernels.cache_rows import quantise_index, quantise_latent, split_keys, split_rows
+from glm5ray.kernels.interface import ExpertWeights, Nvfp4Weight
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from torch import Tensor
 
-    from glm5ray.kernels.interface import ExpertWeights, ForwardBatch, RouterSettings
+    from glm5ray.kernels.interface import ForwardBatch, RoutedExperts, RouterSettings
 
 
-def linear(x_TX: Tensor, weight_OX: Tensor) -> Tensor:
+def nvfp4_values(packed_OX: Tensor, scales_OG: Tensor, global_scale: Tensor) -> Tensor:
+    """fp32 [O, X] of what :class:`glm5ray.kernels.interface.Nvfp4Weight` describes."""
+    magnitude = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0], device=packed_OX.device)
+    codes_OX = torch.stack([packed_OX & 15, packed_OX >> 4], dim=-1).flatten(1).long()
+    values_OX = torch.cat([magnitude, -magnitude])[codes_OX]
+    return values_OX * (scales_OG.float() * global_scale).repeat_interleave(16, dim=1)
+
+
+def linear(x_TX: Tensor, weight_OX: Tensor | Nvfp4Weight) -> Tensor:
+    if isinstance(weight_OX, Nvfp4Weight):
+        weight_OX = nvfp4_values(weight_OX.packed_OX, weight_OX.scales_OG, weight_OX.global_scale)
     return (x_TX.float() @ weight_OX.float().T).to(x_TX.dtype)
 
 
@@ -172,19 +183,35 @@ def route(x_TM: Tensor, gate_EM: Tensor, bias_E: Tensor, settings: RouterSetting
     return ids_TA, weights_TA * settings.routed_scaling_factor
 
 
+def num_experts(experts: RoutedExperts) -> int:
+    return len(experts.gate_up_EFM if isinstance(experts, ExpertWeights) else experts.gate_up_packed)
+
+
+def expert_values(experts: RoutedExperts, e: int) -> tuple[Tensor, Tensor]:
+    """(gate_up fp32 [2F, M], down fp32 [M, F]) of the e-th of these experts."""
+    if isinstance(experts, ExpertWeights):
+        return experts.gate_up_EFM[e].float(), experts.down_EMF[e].float()
+    gate_and_up = zip(
+        experts.gate_up_packed[e].chunk(2), experts.gate_up_scales[e].chunk(2), experts.gate_up_global[e], strict=True
+    )
+    down_MF = nvfp4_values(experts.down_packed[e], experts.down_scales[e], experts.down_global[e])
+    return torch.cat([nvfp4_values(*half) for half in gate_and_up]), down_MF
+
+
 class Experts:
     """:class:`glm5ray.kernels.interface.Experts`"""
 
-    def pack(self, experts: ExpertWeights) -> ExpertWeights:
+    def pack(self, experts: RoutedExperts) -> RoutedExperts:
         return experts
 
-    def run(self, x_TM: Tensor, ids_TA: Tensor, weights_TA: Tensor, experts: ExpertWeights) -> Tensor:
+    def run(self, x_TM: Tensor, ids_TA: Tensor, weights_TA: Tensor, experts: RoutedExperts) -> Tensor:
         out_TM = torch.zeros_like(x_TM, dtype=torch.float32)
-        for e in range(experts.gate_up_EFM.shape[0]):
+        for e in range(num_experts(experts)):
             token_n, choice_n = torch.where(ids_TA == experts.first_expert + e)
-            gate_nF, up_nF = (x_TM[token_n].float() @ experts.gate_up_EFM[e].float().T).chunk(2, dim=-1)
+            gate_up_FM, down_MF = expert_values(experts, e)
+            gate_nF, up_nF = (x_TM[token_n].float() @ gate_up_FM.T).chunk(2, dim=-1)
             hidden_nF = gate_nF * torch.sigmoid(gate_nF) * up_nF
-            result_nM = hidden_nF @ experts.down_EMF[e].float().T
+            result_nM = hidden_nF @ down_MF.T
             out_TM.index_add_(0, token_n, result_nM * weights_TA[token_n, choice_n, None])
         return out_TM.to(x_TM.dtype)
 

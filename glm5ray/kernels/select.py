@@ -30,13 +30,21 @@ class Provider:
     module: str
     devices: tuple[str, ...]
     ops: tuple[str, ...] = OPS
+    nvfp4_ops: tuple[str, ...] = ()
+    """Of ``ops``, those whose weights it takes in NVFP4 (``Nvfp4Weight``, ``Nvfp4ExpertWeights``)."""
+    only_nvfp4_ops: tuple[str, ...] = ()
+    """Of these, those that it has for no other weights."""
 
-    def reason_against(self, op: str, device: str) -> str | None:
-        """Why it cannot serve ``op`` on ``device``; ``None``: it can."""
+    def reason_against(self, op: str, device: str, is_nvfp4: bool = False) -> str | None:
+        """Why it cannot serve ``op`` on ``device``, with weights in NVFP4 or not; ``None``: it can."""
         if device not in self.devices:
             return f"it runs on {' and '.join(self.devices)}, and the device is {device}"
         if op not in self.ops:
             return f"it serves {', '.join(self.ops)} only"
+        if is_nvfp4 and op not in self.nvfp4_ops:
+            return "it takes no weights in NVFP4, as this model holds them"
+        if not is_nvfp4 and op in self.only_nvfp4_ops:
+            return "it takes weights in NVFP4 only, and this model holds them unquantised"
         return None
 
 
@@ -59,9 +67,12 @@ PROVIDERS = (
             "select_tokens",
             "mla_attention",
             "route",
+            "experts",
         ),
+        nvfp4_ops=("experts",),
+        only_nvfp4_ops=("experts",),
     ),
-    Provider("reference", "glm5ray.kernels.reference", devices=("cpu", "cuda")),
+    Provider("reference", "glm5ray.kernels.reference", devices=("cpu", "cuda"), nvfp4_ops=("linear", "experts")),
 )
 """In order of preference."""
 
@@ -74,12 +85,12 @@ class Choice(NamedTuple):
     why: str
 
 
-def kernel_table(choices: Mapping[str, str], device: str) -> list[Choice]:
+def kernel_table(choices: Mapping[str, str], device: str, nvfp4_ops: frozenset[str] = frozenset()) -> list[Choice]:
     """The provider of each operation and why it was taken; imports none of them.
 
     choices: op (or ``default``) -> provider, the config's ``kernels``. device: ``cpu`` or ``cuda``, with or without a
-    number. Raises :class:`ConfigError` for an unknown op or provider, and for a provider that cannot serve the op it
-    is named for."""
+    number. nvfp4_ops: the operations whose weights this rank holds in NVFP4. Raises :class:`ConfigError` for an unknown
+    op or provider, and for a provider that cannot serve the op it is named for."""
     device = device.partition(":")[0]
     known = {provider.name: provider for provider in PROVIDERS}
     for op, name in choices.items():
@@ -87,30 +98,30 @@ def kernel_table(choices: Mapping[str, str], device: str) -> list[Choice]:
             raise ConfigError(f"kernels.{op} is no operation{nearest(op, ['default', *OPS])}")
         if name not in known:
             raise ConfigError(f"kernels.{op} is {name!r}, which is no provider{nearest(name, known)}")
-    return [_choose(op, choices, device, known) for op in OPS]
+    return [_choose(op, choices, device, known, op in nvfp4_ops) for op in OPS]
 
 
-def select_kernels(choices: Mapping[str, str], device: str) -> Kernels:
+def select_kernels(choices: Mapping[str, str], device: str, nvfp4_ops: frozenset[str] = frozenset()) -> Kernels:
     """The table of callables for :class:`glm5ray.model.glm5.Glm5`; arguments and errors as :func:`kernel_table`. Logs
     one line an op."""
     modules = {provider.name: provider.module for provider in PROVIDERS}
     chosen = {}
-    for op, provider, why in kernel_table(choices, device):
+    for op, provider, why in kernel_table(choices, device, nvfp4_ops):
         log.info("kernel op=%s provider=%s why=%r", op, provider, why)
         chosen[op] = getattr(import_module(modules[provider]), op)
     return Kernels(**chosen)
 
 
-def _choose(op: str, choices: Mapping[str, str], device: str, known: Mapping[str, Provider]) -> Choice:
+def _choose(op: str, choices: Mapping[str, str], device: str, known: Mapping[str, Provider], is_nvfp4: bool) -> Choice:
     if op in choices:
         provider = known[choices[op]]
-        reason = provider.reason_against(op, device)
+        reason = provider.reason_against(op, device, is_nvfp4)
         if reason is not None:
             raise ConfigError(f"kernels.{op} is {provider.name!r}, which cannot serve it: {reason}")
         return Choice(op, provider.name, f"kernels.{op} in the config")
-    if "default" in choices and known[choices["default"]].reason_against(op, device) is None:
+    if "default" in choices and known[choices["default"]].reason_against(op, device, is_nvfp4) is None:
         return Choice(op, choices["default"], "kernels.default in the config")
     for provider in PROVIDERS:
-        if provider.reason_against(op, device) is None:
+        if provider.reason_against(op, device, is_nvfp4) is None:
             return Choice(op, provider.name, f"first that serves it on {device}")
     raise ConfigError(f"no provider serves {op} on {device}; model.device can be cpu or cuda")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from torch.nn.functional import linear
 
+from glm5ray.kernels.triton.experts_nvfp4 import experts
 from glm5ray.kernels.triton.head_products import mla_output, mla_query
 from glm5ray.kernels.triton.indexer import select_tokens
 from glm5ray.kernels.triton.mla import mla_attention
@@ -24,6 +25,7 @@ __all__ = [
     "add_rms_norm",
     "append_index_keys",
     "append_latent",
+    "experts",
     "linear",
     "mla_attention",
     "mla_output",

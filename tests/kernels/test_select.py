@@ -62,6 +62,19 @@ def test_errors(choices: dict[str, str], device: str, message: str) -> None:
     assert message in str(error.value)
 
 
+def test_weights_in_nvfp4_choose_among_those_who_take_them() -> None:
+    both = frozenset({"linear", "experts"})
+    chosen = {row.op: row.provider for row in kernel_table({}, "cuda", both)}
+    assert chosen["experts"] == "triton"
+    assert chosen["rope"] == "triton"
+    assert {row.op: row.provider for row in kernel_table({}, "cpu", both)}["experts"] == "reference"
+    assert {row.op: row.provider for row in kernel_table({}, "cuda")}["experts"] == "reference"
+    with pytest.raises(ConfigError, match=r"kernels.experts is 'cpu', which cannot serve it: it takes no weights in"):
+        kernel_table({"experts": "cpu"}, "cpu", both)
+    with pytest.raises(ConfigError, match=r"'triton', which cannot serve it: it takes weights in NVFP4 only"):
+        kernel_table({"experts": "triton"}, "cuda")
+
+
 def test_one_log_line_an_op(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, logger=select_module.__name__):
         select_kernels({"rope": "reference"}, "cpu")

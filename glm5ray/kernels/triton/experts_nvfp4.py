@@ -1,0 +1,467 @@
+"""Routed experts in NVFP4 for many tokens: weights are decoded to BF16 inside the matrix products (W4A16).
+
+Rows are the assignments of tokens to experts, sorted by expert. Each expert's rows are cut into tiles of a few widths
+(:func:`plan_tiles_kernel`), and one launch a width computes all tiles of it: a weight is decoded once a tile, so
+wide tiles decode least, and narrow ones waste little on an expert's last rows. Products are computed transposed,
+``[weights' rows, tokens]``, because ``wgmma`` takes only its first operand from registers.
+
+Letters beside those of :mod:`glm5ray.kernels.interface`: X rows, W widths of tiles."""
+
+# pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false, reportIndexIssue=false, reportReturnType=false
+# (Triton's annotations say nothing of how a kernel is launched)
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from glm5ray.kernels.interface import Nvfp4ExpertWeights
+from glm5ray.kernels.nvfp4_fragments import pack_experts
+from glm5ray.kernels.triton.device import capability
+from glm5ray.kernels.triton.nvfp4_decode import columns_by_lane, decode_tile
+from glm5ray.kernels.triton.variant import Variant
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from torch import Tensor
+
+    from glm5ray.kernels.nvfp4_fragments import FragmentExperts
+
+MAX_TOKENS = 8192
+"""At once; more go one part after another, so that memory between the products is bounded."""
+
+WIDTHS = {90: (256, 128, 64, 32, 16), 120: (128, 64, 32, 16)}
+"""Capability -> tokens of a tile, each half of the one before. Others take sm_120's."""
+
+
+class Tile(NamedTuple):
+    """How one width is compiled."""
+
+    ROW_TILES: int
+    """Fragment tiles of a program, 16 weight rows each."""
+    BY_LANE: bool
+    """For ``mma.sync``; otherwise for ``wgmma``, which takes 64 rows and four warps."""
+    num_warps: int
+    num_stages: int
+
+
+def tile_of(width: int, arch: int) -> Tile:
+    if arch == 90 and width >= 128:
+        return Tile(8, False, 8, 4)
+    if arch == 90:
+        return Tile(8, True, 2, 4)
+    return Tile(8, True, 8, 3)
+
+
+# --- kernels ----------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def plan_tiles_kernel(
+    row_start_E1, cumulative_WE, start_WE, E, E2: tl.constexpr, WIDEST: tl.constexpr, NUM_WIDTHS: tl.constexpr
+):
+    """Cuts each expert's n rows: n // WIDEST tiles of that width; of what remains (r), if it is at most 3/4 of WIDEST
+    but more than half, a tile of half of it and the narrowest that holds the rest, else the narrowest that holds r.
+
+    cumulative_WE: tiles of this width up to this expert, its own included. start_WE: its first row of this width.
+    """
+    e = tl.arange(0, E2)
+    first = tl.load(row_start_E1 + e, mask=e < E, other=0)
+    count = tl.load(row_start_E1 + e + 1, mask=e < E, other=0) - first
+    count = tl.where(e < E, count, 0)
+    rest = count % WIDEST
+    is_cut = (rest > WIDEST // 2) & (rest <= WIDEST // 2 + WIDEST // 4)
+    narrow = tl.where(is_cut, rest - WIDEST // 2, rest)
+    start = first + count - rest
+    widest = count // WIDEST
+    for w in tl.static_range(NUM_WIDTHS):
+        is_here = narrow > 0
+        if w + 1 < NUM_WIDTHS:
+            is_here = is_here & (narrow > (WIDEST >> w) // 2)
+        is_here = is_here & (narrow <= (WIDEST >> w))
+        tiles, where = is_here.to(tl.int32), tl.where(is_cut, start + WIDEST // 2, start)
+        if w == 0:
+            tiles, where = widest + tiles, first
+        if w == 1:
+            tiles, where = tl.where(is_cut, 1, tiles), start
+        tl.store(cumulative_WE + w * E + e, tl.cumsum(tiles, 0), mask=e < E)
+        tl.store(start_WE + w * E + e, where, mask=e < E)
+
+
+@triton.jit
+def _find_tile(tile, cumulative_E, start_E, row_start_E1, E, E2: tl.constexpr, WIDTH: tl.constexpr):
+    """(expert, first row, rows) of a tile; no rows: there are fewer tiles."""
+    e = tl.arange(0, E2)
+    cumulative = tl.load(cumulative_E + e, mask=e < E, other=2147483647)
+    expert = tl.sum((cumulative <= tile).to(tl.int32), 0)
+    is_tile = expert < E
+    expert = tl.minimum(expert, E - 1)
+    before = tl.load(cumulative_E + expert - 1, mask=expert > 0, other=0)
+    row = tl.load(start_E + expert) + (tile - before) * WIDTH
+    rows = tl.load(row_start_E1 + expert + 1) - row
+    return expert, row, tl.where(is_tile, tl.minimum(rows, WIDTH), 0)
+
+
+@triton.jit
+def _product(
+    x_pointers,
+    is_row,
+    words_E,
+    scales_E,
+    expert,
+    first_tile,
+    num_tiles,
+    K,
+    ROW_TILES: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BY_LANE: tl.constexpr,
+    EVEN: tl.constexpr,
+    ASM: tl.constexpr,
+):
+    """fp32 [16 ROW_TILES, WIDTH]: an expert's weight rows times rows of x, without the global scale.
+
+    x_pointers: [WIDTH], to the first of K columns of each row. EVEN: K is whole tiles, and so are the weights' rows.
+    """
+    column_tiles = tl.cdiv(K, 64)
+    k = tl.arange(0, 64)
+    tile = first_tile + tl.arange(0, ROW_TILES)
+    at = (expert.to(tl.int64) * num_tiles + tile) * column_tiles
+    lane, s = tl.arange(0, 32), tl.arange(0, 4)
+    word_pointers = words_E + at[:, None, None, None] * 128 + lane[None, None, :, None] * 4 + s[None, None, None, :]
+    scale_pointers = scales_E + at[:, None, None] * 16 + (lane // 4)[None, None, :] * 2
+    x_pointers = x_pointers[None, :] + k[:, None]
+    is_tile = tile < num_tiles
+    sums = tl.zeros((16 * ROW_TILES, WIDTH), tl.float32)
+    for k0 in range(0, K, 64):
+        if EVEN:
+            words = tl.load(word_pointers)
+            scales_g, scales_g8 = tl.load(scale_pointers), tl.load(scale_pointers + 1)
+            x = tl.load(x_pointers)
+        else:
+            words = tl.load(word_pointers, mask=is_tile[:, None, None, None], other=0)
+            scales_g = tl.load(scale_pointers, mask=is_tile[:, None, None], other=0)
+            scales_g8 = tl.load(scale_pointers + 1, mask=is_tile[:, None, None], other=0)
+            x = tl.load(x_pointers, mask=(k0 + k < K)[:, None] & is_row[None, :], other=0)
+        weights = decode_tile(words, scales_g, scales_g8, ROW_TILES, 1, BY_LANE, ASM)
+        if BY_LANE:
+            x = columns_by_lane(x, 64, WIDTH)
+        if not ASM:  # for the interpreter, which multiplies no bf16
+            weights, x = weights.to(tl.float32), x.to(tl.float32)
+        sums = tl.dot(weights, x, sums)
+        word_pointers += 128
+        scale_pointers += 16
+        x_pointers += 64
+    return sums
+
+
+@triton.jit
+def gate_up_kernel(
+    x_TM,
+    assignment_X,
+    hidden_XF,
+    words_E,
+    scales_E,
+    global_E2,
+    row_start_E1,
+    cumulative_E,
+    start_E,
+    E,
+    M,
+    F,
+    A,
+    E2: tl.constexpr,
+    ROW_TILES: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BY_LANE: tl.constexpr,
+    EVEN: tl.constexpr,
+    ASM: tl.constexpr,
+):
+    """hidden[row] = silu(gate(x[token])) * up(x[token]), for tiles of WIDTH rows and 8 ROW_TILES hidden units."""
+    parts = tl.cdiv(F, 8 * ROW_TILES)
+    expert, first_row, rows = _find_tile(tl.program_id(0) // parts, cumulative_E, start_E, row_start_E1, E, E2, WIDTH)
+    if rows > 0:
+        part = tl.program_id(0) % parts
+        n = tl.arange(0, WIDTH)
+        token = tl.load(assignment_X + first_row + n, mask=n < rows, other=0) // A
+        x_pointers = x_TM + token.to(tl.int64) * M
+        num_tiles = tl.cdiv(F, 8)
+        sums = _product(
+            x_pointers,
+            n < rows,
+            words_E,
+            scales_E,
+            expert,
+            part * ROW_TILES,
+            num_tiles,
+            M,
+            ROW_TILES,
+            WIDTH,
+            BY_LANE,
+            EVEN,
+            ASM,
+        )
+        halves = sums.reshape(ROW_TILES, 2, 8, WIDTH).permute(0, 2, 3, 1)
+        gate, up = tl.split(halves)
+        gate *= tl.load(global_E2 + expert * 2) * 256
+        up *= tl.load(global_E2 + expert * 2 + 1) * 256
+        hidden = (gate / (1 + tl.exp(-gate)) * up).reshape(8 * ROW_TILES, WIDTH)
+        f = part * (8 * ROW_TILES) + tl.arange(0, 8 * ROW_TILES)
+        out = hidden_XF + (first_row + n).to(tl.int64)[None, :] * F + f[:, None]
+        tl.store(out, hidden.to(hidden_XF.dtype.element_ty), mask=(n < rows)[None, :] & (f < F)[:, None])
+
+
+@triton.jit
+def down_kernel(
+    hidden_XF,
+    out_XM,
+    words_E,
+    scales_E,
+    global_E,
+    row_start_E1,
+    cumulative_E,
+    start_E,
+    E,
+    M,
+    F,
+    E2: tl.constexpr,
+    ROW_TILES: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BY_LANE: tl.constexpr,
+    EVEN: tl.constexpr,
+    ASM: tl.constexpr,
+):
+    """out[row] = down(hidden[row]), for tiles of WIDTH rows and 16 ROW_TILES columns of M."""
+    parts = tl.cdiv(M, 16 * ROW_TILES)
+    expert, first_row, rows = _find_tile(tl.program_id(0) // parts, cumulative_E, start_E, row_start_E1, E, E2, WIDTH)
+    if rows > 0:
+        part = tl.program_id(0) % parts
+        n = tl.arange(0, WIDTH)
+        x_pointers = hidden_XF + (first_row + tl.minimum(n, rows - 1)).to(tl.int64) * F
+        num_tiles = tl.cdiv(M, 16)
+        sums = _product(
+            x_pointers,
+            n < rows,
+            words_E,
+            scales_E,
+            expert,
+            part * ROW_TILES,
+            num_tiles,
+            F,
+            ROW_TILES,
+            WIDTH,
+            BY_LANE,
+            EVEN,
+            ASM,
+        )
+        sums *= tl.load(global_E + expert) * 256
+        m = part * (16 * ROW_TILES) + tl.arange(0, 16 * ROW_TILES)
+        out = out_XM + (first_row + n).to(tl.int64)[None, :] * M + m[:, None]
+        tl.store(out, sums.to(out_XM.dtype.element_ty), mask=(n < rows)[None, :] & (m < M)[:, None])
+
+
+@triton.jit
+def combine_kernel(rows_XM, row_TA, weights_TA, num_rows_here, out_TM, M, A: tl.constexpr, BLOCK: tl.constexpr):
+    """out[t] = sum of weights[t, a] * rows[row[t, a]] by order of a, in fp32; rows from num_rows_here on count as 0."""
+    t = tl.program_id(0)
+    m = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    last = tl.load(num_rows_here)
+    total = tl.zeros((BLOCK,), tl.float32)
+    for a in tl.static_range(A):
+        row = tl.load(row_TA + t * A + a)
+        weight = tl.load(weights_TA + t * A + a)
+        here = tl.load(rows_XM + row.to(tl.int64) * M + m, mask=(m < M) & (row < last), other=0)
+        total += tl.where(row < last, weight, 0.0) * here.to(tl.float32)
+    tl.store(out_TM + t.to(tl.int64) * M + m, total.to(out_TM.dtype.element_ty), mask=m < M)
+
+
+# --- launches ---------------------------------------------------------------------------------------------------------
+
+
+class Rows(NamedTuple):
+    """Assignments in order of experts, and their tiles, all on the device."""
+
+    assignment_X: Tensor
+    """int32: row -> token * A + choice. Those of other ranks' experts stand last."""
+    row_TA: Tensor
+    """int32: its inverse"""
+    row_start_E1: Tensor
+    """int32 [E + 1]: first row of each expert; the last is the number of rows of this rank."""
+    cumulative_WE: Tensor
+    start_WE: Tensor
+    """int32, of :func:`plan_tiles_kernel`"""
+
+
+def sort_rows(ids_TA: Tensor, first_expert: int, num_experts: int, widths: tuple[int, ...]) -> Rows:
+    """Rows by expert, in order of tokens within one; whatever number is not one of this rank's experts is left out."""
+    local_X = ids_TA.flatten() - first_expert
+    local_X = torch.where((local_X >= 0) & (local_X < num_experts), local_X, num_experts).to(torch.int32)
+    expert_X, order_X = torch.sort(local_X, stable=True)
+    bounds_E1 = torch.arange(num_experts + 1, dtype=torch.int32, device=ids_TA.device)
+    row_start_E1 = torch.searchsorted(expert_X, bounds_E1, out_int32=True)
+    assignment_X = order_X.to(torch.int32)
+    row_TA = torch.empty_like(assignment_X)
+    row_TA[order_X] = torch.arange(len(order_X), dtype=torch.int32, device=ids_TA.device)
+    cumulative_WE = torch.empty(len(widths), num_experts, dtype=torch.int32, device=ids_TA.device)
+    start_WE = torch.empty_like(cumulative_WE)
+    plan_tiles_kernel[(1,)](
+        row_start_E1,
+        cumulative_WE,
+        start_WE,
+        num_experts,
+        E2=triton.next_power_of_2(num_experts),
+        WIDEST=widths[0],
+        NUM_WIDTHS=len(widths),
+    )
+    return Rows(assignment_X, row_TA.view(ids_TA.shape), row_start_E1, cumulative_WE, start_WE)
+
+
+def max_tiles(width_index: int, widths: tuple[int, ...], num_rows: int, num_experts: int) -> int:
+    """How many tiles of a width there can be, whatever the routing."""
+    if width_index == 0:
+        return num_rows // (3 * widths[0] // 4)
+    if width_index == 1:
+        return min(num_experts, num_rows // (widths[0] // 4))
+    return min(num_experts, num_rows)
+
+
+def run_experts(
+    x_TM: Tensor, ids_TA: Tensor, weights_TA: Tensor, experts: FragmentExperts, *, arch: int, asm: bool = True
+) -> Tensor:
+    """As :class:`~glm5ray.kernels.interface.Experts`'s ``run``; x is bf16. Without ``asm`` in Triton's own operations.
+
+    Takes no host synchronisation: grids are bounds, and programs without a tile end at once."""
+    out_TM = torch.empty_like(x_TM)
+    for t in range(0, len(x_TM), MAX_TOKENS):
+        part = slice(t, t + MAX_TOKENS)
+        _run_part(x_TM[part], ids_TA[part], weights_TA[part], experts, out_TM[part], arch, asm)
+    return out_TM
+
+
+def _run_part(
+    x_TM: Tensor,
+    ids_TA: Tensor,
+    weights_TA: Tensor,
+    experts: FragmentExperts,
+    out_TM: Tensor,
+    arch: int,
+    asm: bool,
+) -> None:
+    widths = WIDTHS.get(arch, WIDTHS[120])
+    num_experts, num_tokens, num_choices = len(experts.down_global), *ids_TA.shape
+    M, F = experts.hidden_size, experts.moe_intermediate_size
+    rows = sort_rows(ids_TA, experts.first_expert, num_experts, widths)
+    hidden_XF = x_TM.new_empty(ids_TA.numel(), F)
+    rows_XM = x_TM.new_empty(ids_TA.numel(), M)
+    sizes = {"E": num_experts, "M": M, "F": F, "E2": triton.next_power_of_2(num_experts)}
+    row_start = rows.row_start_E1
+    for i, width in enumerate(widths):
+        tiles = max_tiles(i, widths, ids_TA.numel(), num_experts)
+        if tiles == 0:
+            continue
+        tile = tile_of(width, arch)
+        rest = {"WIDTH": width, "EVEN": is_even(tile, M, F), "ASM": asm, **tile._asdict()}
+        gate_up_kernel[(tiles * triton.cdiv(F, 8 * tile.ROW_TILES),)](
+            x_TM.contiguous(),
+            rows.assignment_X,
+            hidden_XF,
+            experts.gate_up_words,
+            experts.gate_up_scales,
+            experts.gate_up_global,
+            row_start,
+            rows.cumulative_WE[i],
+            rows.start_WE[i],
+            A=num_choices,
+            **sizes,
+            **rest,
+        )
+        down_kernel[(tiles * triton.cdiv(M, 16 * tile.ROW_TILES),)](
+            hidden_XF,
+            rows_XM,
+            experts.down_words,
+            experts.down_scales,
+            experts.down_global,
+            row_start,
+            rows.cumulative_WE[i],
+            rows.start_WE[i],
+            **sizes,
+            **rest,
+        )
+    block = min(1024, triton.next_power_of_2(M))
+    combine_kernel[(num_tokens, triton.cdiv(M, block))](
+        rows_XM, rows.row_TA, weights_TA, row_start[-1:], out_TM, M, A=num_choices, BLOCK=block
+    )
+
+
+def is_even(tile: Tile, hidden_size: int, moe_intermediate_size: int) -> bool:
+    """Whether programs need no masks: GLM-5's sizes."""
+    rows = 16 * tile.ROW_TILES
+    return hidden_size % max(rows, 64) == 0 and moe_intermediate_size % max(rows // 2, 64) == 0
+
+
+class Nvfp4Experts:
+    """:class:`~glm5ray.kernels.interface.Experts` in NVFP4."""
+
+    def pack(self, experts: Nvfp4ExpertWeights) -> FragmentExperts:
+        if not isinstance(experts, Nvfp4ExpertWeights):
+            raise TypeError(f"triton's experts are NVFP4; these are {type(experts).__name__}")
+        return pack_experts(experts)
+
+    def run(self, x_TM: Tensor, ids_TA: Tensor, weights_TA: Tensor, experts: FragmentExperts) -> Tensor:
+        return run_experts(x_TM, ids_TA, weights_TA, experts, arch=capability(x_TM), asm=x_TM.is_cuda)
+
+
+experts = Nvfp4Experts()
+
+
+# --- the gate ---------------------------------------------------------------------------------------------------------
+
+_TYPES = {
+    "x_TM": "*bf16",
+    "assignment_X": "*i32",
+    "hidden_XF": "*bf16",
+    "out_XM": "*bf16",
+    "words_E": "*i32",
+    "scales_E": "*i32",
+    "global_E2": "*fp32",
+    "global_E": "*fp32",
+    "row_start_E1": "*i32",
+    "cumulative_E": "*i32",
+    "start_E": "*i32",
+    "cumulative_WE": "*i32",
+    "start_WE": "*i32",
+    "rows_XM": "*bf16",
+    "row_TA": "*i32",
+    "weights_TA": "*fp32",
+    "num_rows_here": "*i32",
+    "out_TM": "*bf16",
+    **dict.fromkeys("EMFA", "i32"),
+}
+
+
+def variants() -> Iterator[Variant]:
+    """For GLM-5's sizes; ``A`` is 8."""
+
+    def variant(name: str, fn: triton.JITFunction, constants: dict[str, object], **options: object) -> Variant:
+        signature = {arg: _TYPES[arg] for arg in fn.arg_names if arg not in constants}
+        unaligned = frozenset({"A", "num_rows_here"} & set(signature))
+        return Variant(name=name, fn=fn, signature=signature, constants=constants, unaligned=unaligned, **options)
+
+    for arch, widths in WIDTHS.items():
+        on: dict[str, object] = {"capabilities": (arch,)}
+        plan = {"E2": 256, "WIDEST": widths[0], "NUM_WIDTHS": len(widths)}
+        yield variant(f"plan_tiles_{widths[0]}", plan_tiles_kernel, plan, **on)
+        for width in widths:
+            tile = tile_of(width, arch)
+            constants = {"E2": 256, "ROW_TILES": tile.ROW_TILES, "BY_LANE": tile.BY_LANE, "WIDTH": width}
+            constants |= {"EVEN": True, "ASM": True}
+            on |= {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
+            slow = {"is_slow_to_compile": width not in (widths[0], widths[-1])}
+            yield variant(f"gate_up_{width}", gate_up_kernel, constants, **on, **slow)
+            yield variant(f"down_{width}", down_kernel, constants, **on, **slow)
+            uneven = constants | {"EVEN": False}
+            yield variant(f"gate_up_{width}_uneven", gate_up_kernel, uneven, **on, is_slow_to_compile=True)
+            yield variant(f"down_{width}_uneven", down_kernel, uneven, **on, is_slow_to_compile=True)
+    yield variant("combine", combine_kernel, {"A": 8, "BLOCK": 1024})
