@@ -41,12 +41,12 @@ def jit_functions(module: ModuleType) -> dict[str, Any]:
 
 
 def unnamed_kernels() -> list[str]:
-    """Functions that no variant compiles and no other function calls."""
+    """Functions that no variant compiles and no other function names."""
     functions = [(module, name, fn) for module in modules() for name, fn in jit_functions(module).items()]
     named = {id(variant.fn) for module in modules() for variant in variants_of(module)}
     missing = []
     for module, name, fn in functions:
-        callers = [other for _, _, other in functions if other is not fn and re.search(rf"\b{name}\(", other.src)]
+        callers = [other for _, _, other in functions if other is not fn and re.search(rf"\b{name}\b", other.src)]
         if id(fn) not in named and not callers:
             missing.append(f"{module.__name__}.{name}")
     return missing
