@@ -14,10 +14,13 @@ from ray.util import list_named_actors
 from glm5ray.actors.client import RayEngineClient
 from glm5ray.actors.handles import SchedulerHandle, find_scheduler
 from glm5ray.actors.names import NAMESPACE, engine_of, scheduler_name
+from glm5ray.actors.remote_core import RemoteCore
 from glm5ray.actors.scheduler_actor import SchedulerActor
 from glm5ray.actors.spec import EngineSpec, in_process_executor
 from glm5ray.engine.client import EngineState
+from glm5ray.engine.llm import LLM
 from glm5ray.errors import ConfigError, EngineUnavailable
+from glm5ray.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -38,6 +41,12 @@ class StartedEngine:
 
     engine: str
     info: EngineInfo
+    actor: Any
+    """Ray's handle of the scheduler: an engine that is not detached lives as long as this object."""
+
+    def stop(self) -> bool:
+        """See :func:`stop_engine`."""
+        return stop_engine(self.engine)
 
 
 def join_ray(address: str | None = "auto") -> None:
@@ -99,7 +108,7 @@ def start_from_spec(
         raise ConfigError(
             f"an engine called {spec.engine!r} runs already; connect to it, stop it, or give this one another name"
         )
-    actor = ray.remote(SchedulerActor).options(
+    options = ray.remote(SchedulerActor).options(
         name=scheduler_name(spec.engine),
         namespace=NAMESPACE,
         lifetime="detached" if detached else None,
@@ -109,14 +118,15 @@ def start_from_spec(
         max_task_retries=0,
         runtime_env={"env_vars": {"CUDA_VISIBLE_DEVICES": ""}},
     )
-    handle = SchedulerHandle(spec.engine, actor.remote(spec))
+    actor = options.remote(spec)
+    handle = SchedulerHandle(spec.engine, actor)
     try:
         _wait_until_ready(handle, progress or logger.info, timeout_s)
         info, _ = handle.call("info")
     except BaseException:
         stop_engine(spec.engine, address=address)
         raise
-    return StartedEngine(engine=spec.engine, info=info)
+    return StartedEngine(engine=spec.engine, info=info, actor=actor)
 
 
 def _wait_until_ready(handle: SchedulerHandle, progress: Callable[[str], None], timeout_s: float) -> None:
@@ -143,6 +153,39 @@ def connect(engine: str = "default", *, address: str | None = "auto") -> RayEngi
     join_ray(address)
     find_scheduler(engine)
     return RayEngineClient(engine)
+
+
+def connect_llm(engine: str = "default", *, address: str | None = "auto") -> LLM:
+    """An LLM over a running engine; closing it leaves the engine as it is. Raises :class:`EngineUnavailable`."""
+    join_ray(address)
+    return _llm_over(RemoteCore(engine))
+
+
+def open_llm(
+    config: EngineConfig,
+    *,
+    engine: str = "default",
+    address: str | None = None,
+    progress: Callable[[str], None] | None = None,
+) -> LLM:
+    """:func:`connect_llm` if an engine of this name runs; otherwise one is started with ``config``, for this LLM
+    alone, and ends with it. Raises what :func:`start_engine` does."""
+    join_ray(address)
+    if engine in list_engines(address):
+        return _llm_over(RemoteCore(engine))
+    started = start_engine(config, engine=engine, address=address, detached=False, progress=progress)
+    try:
+        return _llm_over(RemoteCore(engine, on_shutdown=started.stop))
+    except BaseException:
+        started.stop()
+        raise
+
+
+def _llm_over(core: RemoteCore) -> LLM:
+    from glm5ray.model.weights import resolve_checkpoint  # brings torch, which servers and status commands do without
+
+    tokenizer = Tokenizer.from_checkpoint(resolve_checkpoint(core.info.model_path))
+    return LLM.from_core(core, tokenizer, core.config)
 
 
 def list_engines(address: str | None = "auto") -> list[str]:

@@ -45,4 +45,4 @@ def in_process_executor(spec: EngineSpec, epoch: int) -> Executor:
 
     if spec.layout != "tp 1":
         raise ConfigError(f"parallel is {spec.layout}; one process runs one rank")
-    return InProcessExecutor(lambda: Worker.load(spec.config), threaded=spec.overlap)
+    return InProcessExecutor(lambda: Worker.load(spec.config, epoch=epoch), threaded=spec.overlap)

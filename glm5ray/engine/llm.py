@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import count
 from os import PathLike
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from glm5ray.config import EngineConfig
 from glm5ray.engine.core import EngineCore
@@ -30,6 +30,36 @@ if TYPE_CHECKING:
     from glm5ray.scheduler.stats import SchedulerStats
 
 Prompt = str | Sequence[int]
+
+
+class CoreScheduler(Protocol):
+    """What an LLM asks of a scheduler."""
+
+    @property
+    def num_unfinished(self) -> int: ...
+
+    def stats(self) -> SchedulerStats: ...
+
+
+class Core(Protocol):
+    """What an LLM needs below it: an :class:`EngineCore`, or a stand-in for one that runs elsewhere."""
+
+    @property
+    def capacity(self) -> Capacity: ...
+
+    @property
+    def scheduler(self) -> CoreScheduler: ...
+
+    @property
+    def has_work(self) -> bool: ...
+
+    def add(self, request: GenerateRequest) -> None: ...
+
+    def abort(self, request_id: str, index: int | None = None, reason: FinishReason = FinishReason.ABORT) -> None: ...
+
+    def step(self) -> list[TokenEvent]: ...
+
+    def shutdown(self) -> None: ...
 
 
 class _Sink:
@@ -86,21 +116,38 @@ class LLM:
         if overlap == "auto":
             overlap = pick_device(config.model.device) == "cuda"
         executor = InProcessExecutor(lambda: Worker.load(config, progress=progress), threaded=overlap)
-        self._open(executor, tokenizer, config, overlap=overlap)
+        self._open(EngineCore(executor, config.scheduler, config.cache, overlap=overlap), tokenizer, config)
 
     @classmethod
     def from_executor(cls, executor: Executor, tokenizer: Tokenizer, config: EngineConfig | None = None) -> LLM:
         """The same over any executor: a fake one, or a worker that is already loaded. ``overlap: auto`` means the
         overlapped loop."""
-        llm = cls.__new__(cls)
         config = config or EngineConfig()
-        llm._open(executor, tokenizer, config, overlap=config.scheduler.overlap is not False)
+        overlap = config.scheduler.overlap is not False
+        return cls.from_core(EngineCore(executor, config.scheduler, config.cache, overlap=overlap), tokenizer, config)
+
+    @classmethod
+    def from_core(cls, core: Core, tokenizer: Tokenizer, config: EngineConfig) -> LLM:
+        """The same over an engine that runs already. ``config`` is its config."""
+        llm = cls.__new__(cls)
+        llm._open(core, tokenizer, config)
         return llm
 
-    def _open(self, executor: Executor, tokenizer: Tokenizer, config: EngineConfig, *, overlap: bool) -> None:
+    @classmethod
+    def connect(cls, address: str | None = "auto", *, engine: str = "default") -> LLM:
+        """The same over an engine that runs in a Ray cluster: started by ``glm5ray serve``, or by another process. It
+        goes on when this LLM is closed.
+
+        ``address`` is the cluster's: ``auto`` for the one on this machine. Raises :class:`EngineUnavailable`.
+        """
+        from glm5ray.actors.launch import connect_llm
+
+        return connect_llm(engine, address=address)
+
+    def _open(self, core: Core, tokenizer: Tokenizer, config: EngineConfig) -> None:
         self.config = config
         self.tokenizer = tokenizer
-        self._core = EngineCore(executor, config.scheduler, config.cache, overlap=overlap)
+        self._core = core
         self._lock = threading.RLock()
         self._outputs: dict[str, tuple[RequestOutput, _Sink]] = {}
         self._numbers = count()

@@ -56,10 +56,11 @@ class Worker:
         config: EngineConfig,
         parallel: ParallelContext | None = None,
         *,
+        epoch: int = 0,
         progress: Callable[[int, int], None] | None = None,
     ) -> Worker:
         """Reads this rank's shard of ``config.model.path`` and allocates its pages. ``progress(done_bytes,
-        total_bytes)``.
+        total_bytes)``. Steps of another incarnation than ``epoch`` will be refused.
 
         Raises :class:`CheckpointError` or :class:`ConfigError`.
         """
@@ -85,7 +86,7 @@ class Worker:
         capacity = plan_capacity(model_config, config.cache, config.scheduler, dtype, device)
         _require_memory(PagedCache.bytes_per_page(model_config, capacity.page_size, dtype), capacity, device)
         cache = PagedCache(model_config, capacity.num_pages, capacity.page_size, dtype, device)
-        return cls(model, cache, capacity, max_num_seqs=config.scheduler.max_num_seqs)
+        return cls(model, cache, capacity, max_num_seqs=config.scheduler.max_num_seqs, epoch=epoch)
 
     @torch.inference_mode()
     def execute(self, step: StepInput) -> StepOutput:

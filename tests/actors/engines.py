@@ -64,16 +64,17 @@ class SuicidalExecutor(PacedExecutor):
         self._flag = flag
 
     def submit(self, step: StepInput) -> PendingStep:
-        if step.step_id == 12 and not os.path.exists(self._flag):
+        if step.step_id % 13 == 12 and not os.path.exists(self._flag):
             open(self._flag, "w").close()
             os._exit(1)
         return super().submit(step)
 
 
-def suicidal(spec: EngineSpec, epoch: int) -> Executor:
-    return SuicidalExecutor(spec.config.model.path)
+def suicidal(flag: str, spec: EngineSpec, epoch: int) -> Executor:
+    """``flag``: a file that is there once it has happened."""
+    return SuicidalExecutor(flag)
 
 
-def make_spec(engine: str, make_executor=paced, *, path: str = "nano", **changes) -> EngineSpec:
-    config = config_from_dict({"model": {"path": path}, "scheduler": {"max_num_seqs": 8, "max_num_batched_tokens": 64}})
+def make_spec(engine: str, make_executor=paced, **changes) -> EngineSpec:
+    config = config_from_dict({"scheduler": {"max_num_seqs": 8, "max_num_batched_tokens": 64}})
     return EngineSpec(engine=engine, config=config, make_executor=make_executor, **changes)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from functools import partial
 from typing import TYPE_CHECKING
 
 import pytest
@@ -162,7 +163,7 @@ def test_a_scheduler_that_dies_comes_back_and_nobody_hangs(tmp_path):
         assert answer == {0: (expected("later", 60), "length")}
         assert (await client.status()).epoch > before
 
-    spec = make_spec("suicidal", engines.suicidal, path=str(tmp_path / "died"))
+    spec = make_spec("suicidal", partial(engines.suicidal, str(tmp_path / "died")))
     with running(spec):
         with_client("suicidal", body)
 
