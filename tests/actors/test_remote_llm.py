@@ -126,6 +126,11 @@ def batch(llm: LLM, folder: Path) -> list[dict]:
         answer["id"] = answer["response"]["request_id"] = None
         for name in ("id", "created"):
             answer["response"]["body"].pop(name, None)
+        for choice in answer["response"]["body"].get("choices", ()):
+            if choice["logprobs"]:
+                # the tokens are the same; a matrix product rounds with the number of its rows, so these are not quite
+                scores = choice["logprobs"].pop("token_logprobs")
+                assert len(scores) == len(choice["logprobs"].pop("top_logprobs")) == len(choice["logprobs"]["tokens"])
     return sorted(answers, key=lambda answer: int(answer["custom_id"][1:]))
 
 
