@@ -15,6 +15,11 @@ def generate_command(
     model: options.Model = None,
     config: options.Config = None,
     overrides: options.Set = None,
+    address: options.Address = None,
+    engine: options.Engine = "default",
+    tp: options.Tp = None,
+    ep: options.Ep = None,
+    dp: options.Dp = None,
     raw: Annotated[
         bool, typer.Option("--raw", help="Let the model go on from the text as it is, without the chat template.")
     ] = False,
@@ -38,7 +43,7 @@ def generate_command(
       glm5ray generate "Once upon a time" --raw --temperature 0.8 --seed 1 --max-tokens 60
       glm5ray generate "Hi" --model /models/GLM-5.2 --think
     """
-    settings = options.engine_config(model, config, overrides)
+    settings = options.engine_config(model, config, [*options.layout(tp, ep, dp), *(overrides or ())])
 
     from glm5ray.cli.loading import load_engine
     from glm5ray.protocol import SamplingParams
@@ -47,7 +52,7 @@ def generate_command(
     system = None if system is None else decoded(system, "--system")
     stops = tuple(decoded(string, "--stop") for string in stop or ())
     params = SamplingParams(max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed, stop=stops)
-    with load_engine(settings) as llm:
+    with load_engine(settings, address=address, engine=engine) as llm:
         if not raw:
             messages = [{"role": "user", "content": text}]
             if system is not None:

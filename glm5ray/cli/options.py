@@ -24,6 +24,19 @@ Config = Annotated[
 Set = Annotated[
     list[str] | None, typer.Option("--set", "-s", metavar="SECTION.FIELD=VALUE", help="Change one setting; repeatable.")
 ]
+Address = Annotated[
+    str | None,
+    typer.Option(
+        "--address", metavar="ADDRESS", help="Run in the Ray cluster at this address; auto: the one on this machine."
+    ),
+]
+Engine = Annotated[
+    str,
+    typer.Option("--engine", metavar="NAME", help="With --address: this engine, or a new one if none is called so."),
+]
+Tp = Annotated[int | None, typer.Option("--tp", metavar="N", help="Short for --set parallel.tp_size=N.")]
+Ep = Annotated[int | None, typer.Option("--ep", metavar="N", help="Short for --set parallel.ep_size=N.")]
+Dp = Annotated[int | None, typer.Option("--dp", metavar="N", help="Short for --set parallel.dp_size=N.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object as the last line.")]
 
 
@@ -33,6 +46,12 @@ def engine_config(model: str | None, config: str | None, overrides: list[str] | 
     if model is None:
         return settings
     return replace(settings, model=replace(settings.model, path=model))
+
+
+def layout(tp: int | None, ep: int | None, dp: int | None) -> list[str]:
+    """``--tp``, ``--ep`` and ``--dp`` as overrides."""
+    sizes = {"tp": tp, "ep": ep, "dp": dp}
+    return [f"parallel.{name}_size={size}" for name, size in sizes.items() if size is not None]
 
 
 def model_names(config: EngineConfig, more: list[str] | None = None) -> tuple[str, ...]:

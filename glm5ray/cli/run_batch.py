@@ -22,6 +22,11 @@ def run_batch_command(
     model: options.Model = None,
     config: options.Config = None,
     overrides: options.Set = None,
+    address: options.Address = None,
+    engine: options.Engine = "default",
+    tp: options.Tp = None,
+    ep: options.Ep = None,
+    dp: options.Dp = None,
     error_file: Annotated[
         Path | None, typer.Option("--error-file", help="Write failed lines here instead of among the answers.")
     ] = None,
@@ -44,9 +49,10 @@ def run_batch_command(
     Examples:
       glm5ray run-batch examples/prompts.jsonl -o answers.jsonl
       glm5ray run-batch in.jsonl -o out.jsonl --model /models/GLM-5.2 --set scheduler.max_num_seqs=256
+      glm5ray run-batch in.jsonl -o out.jsonl --address auto --engine default
       cat in.jsonl | glm5ray run-batch - -o out.jsonl --error-file errors.jsonl
     """
-    settings = options.engine_config(model, config, overrides)
+    settings = options.engine_config(model, config, [*options.layout(tp, ep, dp), *(overrides or ())])
 
     from glm5ray.cli.loading import load_engine
     from glm5ray.cli.progress import ProgressBar, batch_progress
@@ -61,7 +67,7 @@ def run_batch_command(
     check_paths(stream, outputs, resume=resume or retry_failed, overwrite=overwrite)
     total = count_lines(stream) if isinstance(stream, Path) and stream.is_file() else None
     is_stdout_taken = sys.stdout is not None and any(same_file(path, sys.stdout.buffer) for path in outputs)
-    llm = load_engine(settings)
+    llm = load_engine(settings, address=address, engine=engine)
 
     from glm5ray.engine.core import collect_garbage_rarely
 
@@ -72,12 +78,12 @@ def run_batch_command(
                 stream,
                 output,
                 llm,
-                model_names=options.model_names(settings, served_model_name),
+                model_names=options.model_names(llm.config, served_model_name),
                 error_file=error_file,
                 resume=resume,
                 retry_failed=retry_failed,
                 overwrite=overwrite,
-                max_logprobs=settings.scheduler.max_logprobs,
+                max_logprobs=llm.config.scheduler.max_logprobs,
                 progress=batch_progress(bar),
             )
     except BatchInterrupted as interrupt:

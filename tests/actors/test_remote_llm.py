@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -145,3 +147,24 @@ def test_a_batch_gives_the_answers_of_one_process(tmp_path: Path):
         assert "batch" in list_engines()
         assert batch(remote, tmp_path) == expected
     assert "batch" not in list_engines(), "it was started for this batch alone"
+
+
+def test_run_batch_joins_a_cluster_and_leaves_nothing_behind(tmp_path: Path):
+    """Another process, as a user's shell is: the engine is started for the batch and ends with it."""
+    import ray
+
+    from glm5ray.actors.launch import list_engines
+
+    body = {"model": "nano", "prompt": "The sky is", "max_tokens": 6, "temperature": 0}
+    line = {"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": body}
+    source, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    source.write_text(json.dumps(line) + "\n")
+    address = ray.get_runtime_context().gcs_address
+    command = [sys.executable, "-c", "from glm5ray.cli.app import main; main()", "run-batch", str(source)]
+    command += ["-o", str(output), "--address", address, "--engine", "cli", "--set", "cache.num_pages=16"]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert run.returncode == 0, run.stderr
+    assert "1 answered, 0 failed" in run.stdout
+    assert "ready after" in run.stderr
+    assert json.loads(output.read_text())["response"]["status_code"] == 200
+    assert "cli" not in list_engines()
