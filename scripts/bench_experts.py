@@ -123,30 +123,47 @@ def measure(tokens: int, experts: FragmentExperts, label: str, repeats: int = 7)
 def try_variants(experts: FragmentExperts, seconds: float) -> list[dict[str, object]]:
     begin, rows = time.monotonic(), []
     chosen_tile, chosen_widths = experts_nvfp4.tile_of, dict(experts_nvfp4.WIDTHS)
+    # (tokens, widths, {width: (fragment tiles, mma.sync, warps, stages)})
+    narrow = {
+        16: (8, True, 2, 4),
+        32: (8, True, 2, 4),
+        64: (4, True, 2, 4),
+        128: (8, False, 8, 4),
+        256: (8, False, 8, 4),
+    }
+    every = (256, 128, 64, 32, 16)
     trials = [
-        (8192, (256, 128, 64, 32, 16), (8, 3)),
-        (8192, (128, 64, 32, 16), (8, 4)),
-        (8192, (128, 64, 32, 16), (8, 3)),
-        (8192, (128, 64, 32, 16), (4, 3)),
-        (8192, (256, 128, 64, 32), (8, 4)),
-        (2048, (128, 64, 32, 16), (8, 4)),
-        (2048, (64, 32, 16), (8, 4)),
-        (1024, (64, 32, 16), (8, 3)),
-        (1024, (64, 32, 16), (4, 4)),
-        (1024, (64, 32, 16), (8, 7)),
-        (512, (64, 32, 16), (8, 3)),
-        (512, (64, 32, 16), (4, 4)),
-        (512, (64, 32, 16), (8, 7)),
+        (512, every, narrow),
+        (512, every, narrow | {16: (8, True, 2, 6), 32: (8, True, 2, 6)}),
+        (512, every, narrow | {16: (4, True, 1, 4), 32: (4, True, 1, 4)}),
+        (512, every, narrow | {16: (4, True, 2, 5), 32: (4, True, 2, 5)}),
+        (512, (128, 64, 32), narrow),
+        (2048, every, narrow),
+        (2048, every, narrow | {64: (8, False, 8, 5)}),
+        (2048, every, narrow | {64: (4, True, 2, 3)}),
+        (2048, every, narrow | {64: (8, False, 8, 3)}),
+        (2048, (128, 64, 32, 16), narrow | {64: (4, False, 4, 4), 128: (4, False, 4, 4)}),
+        (1024, every, narrow),
+        (1024, every, narrow | {32: (8, True, 2, 3), 64: (4, True, 2, 3)}),
+        (1024, every, narrow | {32: (4, True, 2, 4), 64: (2, True, 1, 4)}),
+        (8192, every, narrow),
+        (8192, (256, 128, 64, 32), narrow),
+        (8192, (256, 128, 64), narrow),
+        (8192, (256, 128, 64, 32), narrow | {256: (8, False, 8, 3)}),
+        (8192, (256, 128, 64, 32), narrow | {128: (4, False, 4, 4)}),
+        (256, (64, 32, 16), narrow),
+        (64, (64, 32, 16), narrow),
+        (10, (64, 32, 16), narrow),
     ]
-    for tokens, widths, (warps, stages) in trials:
+    for tokens, widths, tiles in trials:
         if time.monotonic() - begin > seconds:
             break
         experts_nvfp4.WIDTHS[90] = widths
-        experts_nvfp4.tile_of = lambda width, capability, w=warps, s=stages: experts_nvfp4.Tile(w, s)
+        experts_nvfp4.tile_of = lambda width, arch, tiles=tiles: experts_nvfp4.Tile(*tiles[width])
         try:
-            rows.append(measure(tokens, experts, f"widths {widths} warps {warps} stages {stages}", 3))
+            rows.append(measure(tokens, experts, " ".join(f"{w}:{tiles[w]}" for w in widths), 3))
         except Exception as error:  # noqa: BLE001 - a tile that does not fit is a result too
-            print(f"failed: {widths} {warps} {stages}: {str(error)[:200]}", flush=True)
+            print(f"failed: {widths} {tiles}: {str(error)[:200]}", flush=True)
     experts_nvfp4.tile_of = chosen_tile
     experts_nvfp4.WIDTHS.update(chosen_widths)
     return rows

@@ -49,11 +49,14 @@ class Tile(NamedTuple):
 
 
 def tile_of(width: int, arch: int) -> Tile:
-    if arch == 90 and width >= 128:
-        return Tile(8, False, 8, 4)
-    if arch == 90:
-        return Tile(8, True, 2, 4)
-    return Tile(8, True, 8, 3)
+    """On sm_90 as measured best (docs/experiments/0005); on sm_120 within its shared memory, unmeasured."""
+    if arch != 90:
+        return Tile(8, True, 8, 3)
+    if width <= 32:
+        return Tile(4, True, 1, 4)
+    if width == 64:
+        return Tile(8, False, 8, 3)
+    return Tile(4, False, 4, 4) if width == 128 else Tile(8, False, 8, 4)
 
 
 # --- kernels ----------------------------------------------------------------------------------------------------------
