@@ -14,9 +14,10 @@ from ray.util import list_named_actors
 from glm5ray.actors.client import RayEngineClient
 from glm5ray.actors.handles import SchedulerHandle, find_scheduler
 from glm5ray.actors.names import NAMESPACE, engine_of, scheduler_name
+from glm5ray.actors.ray_executor import ray_executor
 from glm5ray.actors.remote_core import RemoteCore
 from glm5ray.actors.scheduler_actor import SchedulerActor
-from glm5ray.actors.spec import EngineSpec, in_process_executor
+from glm5ray.actors.spec import EngineSpec
 from glm5ray.engine.client import EngineState
 from glm5ray.engine.llm import LLM
 from glm5ray.errors import ConfigError, EngineUnavailable
@@ -88,8 +89,8 @@ def start_engine(
     spec = EngineSpec(
         engine=engine,
         config=config,
-        make_executor=in_process_executor,
-        overlap=False if overlap == "auto" else overlap,
+        make_executor=ray_executor,
+        overlap=overlap is not False,
     )
     return start_from_spec(spec, address=address, detached=detached, progress=progress, timeout_s=timeout_s)
 

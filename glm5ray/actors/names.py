@@ -13,6 +13,16 @@ def scheduler_name(engine: str) -> str:
     return f"{_PREFIX}{engine}{_SCHEDULER}"
 
 
+def group_name(engine: str) -> str:
+    """The placement group."""
+    return f"{_PREFIX}{engine}"
+
+
+def worker_name(engine: str, rank: int, epoch: int) -> str:
+    """A name is free again only after a death is known everywhere, so each epoch has its own."""
+    return f"{_PREFIX}{engine}:worker{rank}:{epoch}"
+
+
 def engine_of(actor_name: str) -> str | None:
     """The engine whose scheduler an actor is; ``None`` for every other actor."""
     if actor_name.startswith(_PREFIX) and actor_name.endswith(_SCHEDULER):

@@ -6,8 +6,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from glm5ray.engine.engine_loop import STALLED_AFTER_S
-from glm5ray.engine.executor import InProcessExecutor
-from glm5ray.errors import ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -28,6 +26,9 @@ class EngineSpec:
     """Which loop; the workers are other processes, so they compute while the scheduler plans."""
     client_timeout_s: float = 30.0
     """A client that has not asked for events for so long is gone: its requests are aborted."""
+    step_timeout_s: float = 300.0
+    """A step that takes longer hangs: the workers are replaced. Long enough for kernels that compile in their first
+    step."""
     stalled_after_s: float = STALLED_AFTER_S
     """A step of this age makes the status say so."""
 
@@ -37,12 +38,3 @@ class EngineSpec:
         parallel = self.config.parallel
         sizes = {"dp": getattr(parallel, "dp_size", 1), "tp": parallel.tp_size, "ep": parallel.ep_size}
         return ", ".join(f"{name} {size}" for name, size in sizes.items() if size > 1) or "tp 1"
-
-
-def in_process_executor(spec: EngineSpec, epoch: int) -> Executor:
-    """One worker in the scheduler's own process. For one rank on a CPU; it dies with the scheduler."""
-    from glm5ray.worker.worker import Worker
-
-    if spec.layout != "tp 1":
-        raise ConfigError(f"parallel is {spec.layout}; one process runs one rank")
-    return InProcessExecutor(lambda: Worker.load(spec.config, epoch=epoch), threaded=spec.overlap)

@@ -8,7 +8,9 @@ import time
 import zlib
 from typing import TYPE_CHECKING
 
+from glm5ray.actors.ray_executor import RayExecutor
 from glm5ray.actors.spec import EngineSpec
+from glm5ray.actors.worker_actor import Line, WorkerActor
 from glm5ray.config import config_from_dict
 from glm5ray.engine.executor import FakeExecutor
 from glm5ray.errors import CheckpointError
@@ -17,7 +19,7 @@ from tests.engine.faults import DyingExecutor
 
 if TYPE_CHECKING:
     from glm5ray.engine.executor import Executor, PendingStep
-    from glm5ray.protocol import StepInput
+    from glm5ray.protocol import StepInput, StepOutput
 
 CAPACITY = Capacity(num_pages=64, page_size=4, max_model_len=120, vocab_size=100, eos_token_ids=(0,))
 
@@ -73,6 +75,34 @@ class SuicidalExecutor(PacedExecutor):
 def suicidal(flag: str, spec: EngineSpec, epoch: int) -> Executor:
     """``flag``: a file that is there once it has happened."""
     return SuicidalExecutor(flag)
+
+
+class FaultyWorker(WorkerActor):
+    """Rank 1 exits, raises and hangs, one after another, each time in its eighth step. ``folder`` remembers what has
+    happened: a process that ends does not."""
+
+    folder: str
+
+    def run(self, line: Line) -> None:
+        worker, execute = self._worker, self._worker.execute
+
+        def faulty(step: StepInput) -> StepOutput:
+            num_faults = len(os.listdir(self.folder))
+            if self._rank == 1 and step.step_id == 7 and num_faults < 3:
+                open(os.path.join(self.folder, str(num_faults)), "w").close()
+                if num_faults == 0:
+                    os._exit(1)
+                if num_faults == 1:
+                    raise RuntimeError("rank 1 raises")
+                time.sleep(3600)
+            return execute(step)
+
+        worker.execute = faulty
+        super().run(line)
+
+
+def faulty(folder: str, spec: EngineSpec, epoch: int) -> Executor:
+    return RayExecutor(spec, epoch, worker_class=type("FaultyWorker", (FaultyWorker,), {"folder": folder}))
 
 
 def make_spec(engine: str, make_executor=paced, **changes) -> EngineSpec:

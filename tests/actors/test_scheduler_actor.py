@@ -49,11 +49,11 @@ def running(spec: EngineSpec, **options: bool) -> Iterator[None]:
         assert not stop_engine(spec.engine), "the second stop finds nothing to stop"
 
 
-def with_client(engine: str, body: Callable[[RayEngineClient], Awaitable[None]]) -> None:
+def with_client(engine: str, body: Callable[[RayEngineClient], Awaitable[None]], timeout_s: float = 60) -> None:
     from glm5ray.actors.launch import connect
 
     async def run() -> None:
-        async with asyncio.timeout(60), connect(engine) as client:
+        async with asyncio.timeout(timeout_s), connect(engine) as client:
             await body(client)
 
     asyncio.run(run())

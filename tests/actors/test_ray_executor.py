@@ -1,0 +1,84 @@
+"""Ranks as actors: the tokens of one process, and what happens when a rank exits, raises or hangs (case B37)."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from functools import partial
+from typing import TYPE_CHECKING
+
+import pytest
+
+from glm5ray.actors.spec import EngineSpec
+from glm5ray.config import load_config
+from glm5ray.engine.client import EngineState
+from glm5ray.errors import EngineUnavailable
+from glm5ray.protocol import GenerateRequest, SamplingParams
+from tests.actors import engines
+from tests.actors.test_scheduler_actor import running, tokens_of, with_client
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from glm5ray.actors.client import RayEngineClient
+
+pytestmark = [
+    pytest.mark.ray,
+    pytest.mark.usefixtures("ray_cluster"),
+    pytest.mark.filterwarnings("ignore::ResourceWarning"),
+]
+SETTINGS = ["cache.num_pages=32", "scheduler.max_num_seqs=8", "model.device=cpu"]
+
+
+def request(number: int) -> GenerateRequest:
+    sampling = SamplingParams(max_tokens=24, ignore_eos=True, temperature=0.0 if number % 2 else 1.0, seed=number)
+    return GenerateRequest(
+        request_id=f"r{number}", prompt_token_ids=tuple(range(20 + number, 40 + 2 * number)), sampling=sampling
+    )
+
+
+def one_process() -> dict[str, list[int]]:
+    from glm5ray import LLM
+
+    with LLM(config=load_config(None, SETTINGS)) as llm:
+        results = list(llm.run(request(i) for i in range(4)))
+    return {result.request_id: list(result.choices[0].token_ids) for result in results}
+
+
+def test_a_rank_that_exits_raises_or_hangs_is_a_pause(tmp_path: Path):
+    """Three faults in a row, in one run of two ranks."""
+    states: list[EngineState] = []
+
+    async def body(client: RayEngineClient) -> None:
+        async def look() -> None:
+            while True:
+                states.append((await client.status()).state)
+                await asyncio.sleep(0.1)
+
+        looking = asyncio.ensure_future(look())
+        answers = await asyncio.gather(*(tokens_of(client, request(i)) for i in range(4)))
+        looking.cancel()
+        expected = one_process()
+        assert answers == [{0: (expected[f"r{i}"], "length")} for i in range(4)]
+        assert len(os.listdir(tmp_path)) == 3
+        status = await client.status()
+        assert (status.state, status.num_restarts, status.layout) == (EngineState.READY, 3, "tp 2")
+        assert EngineState.RECOVERING in states
+
+    spec = EngineSpec(
+        engine="faulty",
+        config=load_config(None, [*SETTINGS, "parallel.tp_size=2"]),
+        make_executor=partial(engines.faulty, str(tmp_path)),
+        step_timeout_s=4.0,
+        stalled_after_s=1.0,
+    )
+    with running(spec):
+        with_client("faulty", body, timeout_s=180)
+
+
+def test_an_engine_that_finds_no_room_says_what_is_missing():
+    from glm5ray.actors.launch import start_engine
+
+    config = load_config(None, ["parallel.tp_size=64", *SETTINGS])
+    with pytest.raises(EngineUnavailable, match=r"needs 64 times .* lower parallel.tp_size"):
+        start_engine(config, engine="large")
