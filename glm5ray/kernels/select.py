@@ -73,8 +73,17 @@ PROVIDERS = (
         only_nvfp4_ops=("experts",),
     ),
     Provider("reference", "glm5ray.kernels.reference", devices=("cpu", "cuda"), nvfp4_ops=("linear", "experts")),
+    Provider(
+        "triton_w4a4",
+        "glm5ray.kernels.triton.experts_w4a4",
+        devices=("cuda",),
+        ops=("experts",),
+        nvfp4_ops=("experts",),
+        only_nvfp4_ops=("experts",),
+    ),
 )
-"""In order of preference."""
+"""In order of preference. What stands behind the reference, which serves everything, computes another function and is
+only chosen by name."""
 
 
 class Choice(NamedTuple):

@@ -95,7 +95,7 @@ def plan_tiles_kernel(
 
 
 @triton.jit
-def _find_tile(tile, cumulative_E, start_E, row_start_E1, E, E2: tl.constexpr, WIDTH: tl.constexpr):
+def find_tile(tile, cumulative_E, start_E, row_start_E1, E, E2: tl.constexpr, WIDTH: tl.constexpr):
     """(expert, first row, rows) of a tile; no rows: there are fewer tiles."""
     e = tl.arange(0, E2)
     cumulative = tl.load(cumulative_E + e, mask=e < E, other=2147483647)
@@ -184,7 +184,7 @@ def gate_up_kernel(
 ):
     """hidden[row] = silu(gate(x[token])) * up(x[token]), for tiles of WIDTH rows and 8 ROW_TILES hidden units."""
     parts = tl.cdiv(F, 8 * ROW_TILES)
-    expert, first_row, rows = _find_tile(tl.program_id(0) // parts, cumulative_E, start_E, row_start_E1, E, E2, WIDTH)
+    expert, first_row, rows = find_tile(tl.program_id(0) // parts, cumulative_E, start_E, row_start_E1, E, E2, WIDTH)
     if rows > 0:
         part = tl.program_id(0) % parts
         n = tl.arange(0, WIDTH)
@@ -238,7 +238,7 @@ def down_kernel(
 ):
     """out[row] = down(hidden[row]), for tiles of WIDTH rows and 16 ROW_TILES columns of M."""
     parts = tl.cdiv(M, 16 * ROW_TILES)
-    expert, first_row, rows = _find_tile(tl.program_id(0) // parts, cumulative_E, start_E, row_start_E1, E, E2, WIDTH)
+    expert, first_row, rows = find_tile(tl.program_id(0) // parts, cumulative_E, start_E, row_start_E1, E, E2, WIDTH)
     if rows > 0:
         part = tl.program_id(0) % parts
         n = tl.arange(0, WIDTH)
