@@ -332,7 +332,7 @@ class Bench:
         )  # fmt: skip
 
 
-TILES = [(64, 64, 8, 3), (64, 32, 8, 5), (64, 32, 8, 3), (32, 64, 8, 3), (32, 32, 4, 5), (16, 64, 4, 3), (16, 32, 4, 5)]
+TILES = [(64, 32, 8, 3), (64, 32, 8, 4), (64, 64, 8, 2), (32, 32, 8, 3), (16, 32, 4, 3), (16, 64, 4, 3)]
 
 
 def sweep(bench: Bench, deadline: float) -> list[dict[str, Any]]:
@@ -345,7 +345,9 @@ def sweep(bench: Bench, deadline: float) -> list[dict[str, Any]]:
         mla.choose_tile = lambda *_, tile=tile: mla.Tile(*tile)
         for name, slices, selects in (
             ("64 x 2048", [(2047, 1)] * 64, False),
-            ("64 x 2048", [(2047, 1)] * 64, True),
+            ("1 x 301", [(300, 1)], False),
+            ("64 x 301", [(300, 1)] * 64, False),
+            ("1024 x 301", [(300, 1)] * 1024, False),
             ("8192 at once", [(0, 8192)], True),
         ):
             try:

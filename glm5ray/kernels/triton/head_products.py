@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from glm5ray.kernels.triton.device import dot_precision
-from glm5ray.kernels.triton.norm_rope import turn
+from glm5ray.kernels.triton.norm_rope import turned
 from glm5ray.kernels.triton.variant import Variant
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ def _head_product(
     BT: tl.constexpr,
     BO: tl.constexpr,
     BX: tl.constexpr,
-    BP: tl.constexpr,
+    BR: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """``out[t, h, :O] = x[t, h, :X] @ weight[h]`` for a tile; with ``rope_ptr`` also ``out[t, h, O:] = rope(x[t, h,
@@ -66,13 +66,11 @@ def _head_product(
     tl.store(out_at + col[None, :], total.to(out_ptr.dtype.element_ty), mask=is_token[:, None] & is_col[None, :])
     if rope_ptr is not None:  # noqa: SIM102 - the first is decided when it is compiled
         if tl.program_id(2) == 0:
-            pair = tl.arange(0, BP)[None, :]
-            mask = is_token[:, None] & (pair < R // 2)
-            even = tl.load(x_at + X + 2 * pair, mask=mask, other=0.0).to(tl.float32)
-            odd = tl.load(x_at + X + 2 * pair + 1, mask=mask, other=0.0).to(tl.float32)
-            even, odd = turn(even, odd, rope_ptr, token[:, None], pair, mask, R)
-            tl.store(out_at + O + 2 * pair, even.to(out_ptr.dtype.element_ty), mask=mask)
-            tl.store(out_at + O + 2 * pair + 1, odd.to(out_ptr.dtype.element_ty), mask=mask)
+            key = tl.arange(0, BR)[None, :]
+            mask = is_token[:, None] & (key < R)
+            x = tl.load(x_at + X + key, mask=mask, other=0.0).to(tl.float32)
+            angle = tl.load(rope_ptr + token[:, None] * R + key, mask=mask, other=0.0)
+            tl.store(out_at + O + key, turned(x, angle).to(out_ptr.dtype.element_ty), mask=mask)
 
 
 class Tile(NamedTuple):
@@ -137,7 +135,7 @@ def _launch(
         tile.tokens,
         tile.outputs,
         tile.inputs,
-        triton.next_power_of_2(max(widths[2] // 2, 1)),
+        triton.next_power_of_2(max(widths[2], 2)),
         dot_precision(x_THX),
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
@@ -153,7 +151,7 @@ def variants() -> Iterator[Variant]:
         ):
             for tile in sorted({choose_tile(tokens, dtype) for tokens in (1, 64, 4096)}):
                 constants = {"X": inner, "O": outputs, "R": key, "INNER_STRIDE": strides[0], "OUT_STRIDE": strides[1]}
-                constants |= {"BT": tile.tokens, "BO": tile.outputs, "BX": tile.inputs, "BP": max(key // 2, 1)}
+                constants |= {"BT": tile.tokens, "BO": tile.outputs, "BX": tile.inputs, "BR": max(key, 2)}
                 constants |= {"PRECISION": "ieee" if dtype == torch.float32 else "tf32"}
                 pointers = {"x_ptr": name, "weight_ptr": name, "out_ptr": name}
                 if key:

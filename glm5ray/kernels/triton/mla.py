@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 LOG2_E = 1.4426950408889634
 MAX_PARTS = 64
-LEAST_PART = 128
+LEAST_PART = 64
 """Positions: a shorter part costs more to join than it saves."""
 
 
@@ -46,12 +46,19 @@ def dot(a, b, sum_, PRECISION: tl.constexpr):
 
 
 @triton.jit
-def _load_slots(selected_ptr, table_ptr, at, end, PAGE: tl.constexpr):
+def _load_places(selected_ptr, table_ptr, at, end, PAGE: tl.constexpr):
+    """What :func:`_slots` makes slots of: selected slots, or pages."""
+    if selected_ptr is not None:
+        return tl.load(selected_ptr + at, mask=at < end, other=-1)
+    return tl.load(table_ptr + at // PAGE, mask=at < end, other=-1)
+
+
+@triton.jit
+def _slots(places, selected_ptr, at, end, PAGE: tl.constexpr):
     """Slots of the positions (or of the places in the selection) ``at``; -1 from ``end`` on."""
     if selected_ptr is not None:
-        return tl.load(selected_ptr + at, mask=at < end, other=-1).to(tl.int64)
-    page = tl.load(table_ptr + at // PAGE, mask=at < end, other=-1).to(tl.int64)
-    return tl.where(at < end, page * PAGE + at % PAGE, -1)
+        return tl.where(at < end, places, -1).to(tl.int64)
+    return tl.where(at < end, places.to(tl.int64) * PAGE + at % PAGE, -1)
 
 
 @triton.jit
@@ -134,12 +141,17 @@ def _attend(
     total = tl.zeros([BH], tl.float32)
     out = tl.zeros([BH, BC], tl.float32)
     step = tl.arange(0, BS)
+    # Two tiles ahead of their use: the copies of the next tile are issued at the top of the loop and wait for nothing.
+    places = _load_places(selected_ptr, table_ptr, first + step, end, PAGE)
+    slots = _slots(places, selected_ptr, first + step, end, PAGE)
+    places = _load_places(selected_ptr, table_ptr, first + BS + step, end, PAGE)
     for start in range(first, end, BS):
-        slots = _load_slots(selected_ptr, table_ptr, start + step, end, PAGE)
         latent = _load_latent(latent_ptr, scales_ptr, slots, latent_stride, scales_stride, dtype, C, BC, GROUP)
         seen = slots >= 0
         key_at = key_ptr + slots[:, None] * key_stride + key_cols[None, :]
         key = tl.load(key_at, mask=seen[:, None] & (key_cols < R)[None, :], other=0.0).to(dtype)
+        slots = _slots(places, selected_ptr, start + BS + step, end, PAGE)
+        places = _load_places(selected_ptr, table_ptr, start + 2 * BS + step, end, PAGE)
         score = dot(q_latent, tl.trans(latent), None, PRECISION)
         score = dot(q_key, tl.trans(key), score, PRECISION)
         score = tl.where(seen[None, :], score * scale_log2, float("-inf"))
@@ -200,14 +212,12 @@ def choose_tile(capability: int, dtype: torch.dtype, is_fp8: bool, num_heads: in
     """By what fits: the accumulator [heads, C] in registers, the stages of latent tiles in shared memory."""
     heads = max(16, triton.next_power_of_2(num_heads))
     if latent_dim <= 256:  # small models
-        return Tile(16, 16 if dtype == torch.float32 else 32, 4, 2)
+        return Tile(16, 16 if dtype == torch.float32 else 32, 8 if dtype == torch.float32 else 4, 2)
     if dtype == torch.float32:
         return Tile(16, 16, 4, 1)
     if capability >= 100:
-        return Tile(16, 32, 8, 3) if is_fp8 else Tile(min(heads, 32), 32, 8, 3)
-    if is_fp8 and heads < 64:
-        return Tile(16, 64, 8, 3)
-    return Tile(min(heads, 64), 64, 8, 3)
+        return Tile(16, 16, 8, 3) if is_fp8 else Tile(min(heads, 32), 16, 8, 3)
+    return Tile(16 if heads < 64 and is_fp8 else min(heads, 64), 32, 8, 3)
 
 
 @dataclass(frozen=True, slots=True)
@@ -299,14 +309,15 @@ def _launch_join(partial_TBHC: Tensor, lse_TBH: Tensor, o_THC: Tensor) -> None:
 def count_parts(programs: int, longest: int, tile: int, processors: int) -> int:
     """Into how many parts each context is split: the number that takes the least time by a simple model, in tiles.
 
-    programs: those there are without splitting. A program costs its tiles and about two more (its queries, its
-    result); ``processors`` programs run at once; each part adds the writing and reading of a partial result."""
+    programs: those there are without splitting. ``processors`` of them run at once. Costs are counted in positions: a
+    program has its own, rounded up to tiles, and its queries and result are worth as many as 128; joining is a launch,
+    and partial results are written and read."""
     most = min(MAX_PARTS, max(1, longest // LEAST_PART))
 
     def cost(parts: int) -> float:
         waves = -(-programs * parts // processors)
-        joining = 0.0 if parts == 1 else 2.0 + 4.0 * programs * parts / processors
-        return waves * (-(-longest // (tile * parts)) + 2) + joining
+        joining = 0.0 if parts == 1 else 100.0 + 227.0 * programs * parts / processors
+        return waves * (-(-longest // (tile * parts)) * tile + 128) + joining
 
     return min(range(1, most + 1), key=cost)
 

@@ -101,27 +101,34 @@ def turn(even, odd, rope_ptr, row, pair, mask, R: tl.constexpr):
 
 
 @triton.jit
-def _rope(x_ptr, rope_ptr, token_stride, head_stride, J, R: tl.constexpr, BJ: tl.constexpr, BP: tl.constexpr):
+def turned(x, angle):
+    """x [.., 2P] in fp32, its pairs turned; angle [.., 2P]: cos and sin of each pair, side by side. Whole vectors are
+    read and written where even and odd numbers by themselves would be scattered."""
+    even, odd = tl.split(tl.reshape(x, [x.shape[0], x.shape[1] // 2, 2]))
+    cos, sin = tl.split(tl.reshape(angle, [angle.shape[0], angle.shape[1] // 2, 2]))
+    return tl.reshape(tl.join(even * cos - odd * sin, odd * cos + even * sin), x.shape)
+
+
+@triton.jit
+def _rope(x_ptr, rope_ptr, token_stride, head_stride, J, R: tl.constexpr, BJ: tl.constexpr, BR: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * BJ + tl.arange(0, BJ)[:, None]
-    pair = tl.arange(0, BP)[None, :]
-    mask = (head < J) & (pair < R // 2)
-    at = x_ptr + row * token_stride + head * head_stride + 2 * pair
-    even = tl.load(at, mask=mask, other=0.0).to(tl.float32)
-    odd = tl.load(at + 1, mask=mask, other=0.0).to(tl.float32)
-    even, odd = turn(even, odd, rope_ptr, row, pair, pair < R // 2, R)
-    tl.store(at, even.to(x_ptr.dtype.element_ty), mask=mask)
-    tl.store(at + 1, odd.to(x_ptr.dtype.element_ty), mask=mask)
+    col = tl.arange(0, BR)[None, :]
+    mask = (head < J) & (col < R)
+    at = x_ptr + row * token_stride + head * head_stride + col
+    x = tl.load(at, mask=mask, other=0.0).to(tl.float32)
+    angle = tl.load(rope_ptr + row * R + col, mask=col < R, other=0.0)
+    tl.store(at, turned(x, angle).to(x_ptr.dtype.element_ty), mask=mask)
 
 
 def rope(x_TJX: Tensor, rope_TR: Tensor) -> None:
     tokens, heads = x_TJX.shape[:2]
     width = rope_TR.shape[-1]
     if tokens:
-        pairs = triton.next_power_of_2(max(width // 2, 1))
-        block = min(triton.next_power_of_2(heads), max(1, 1024 // pairs))
+        cols = triton.next_power_of_2(max(width, 2))
+        block = min(triton.next_power_of_2(heads), max(1, 2048 // cols))
         _rope[(tokens, triton.cdiv(heads, block))](
-            x_TJX, rope_TR, x_TJX.stride(0), x_TJX.stride(1), heads, width, block, pairs
+            x_TJX, rope_TR, x_TJX.stride(0), x_TJX.stride(1), heads, width, block, cols
         )
 
 
@@ -322,7 +329,7 @@ def _dense_variants(pointer: str, name: str) -> Iterator[Variant]:
         name=f"rope-{name}",
         fn=_rope,
         signature={"x_ptr": pointer, "rope_ptr": "*fp32", "token_stride": "i32", "head_stride": "i32", "J": "i32"},
-        constants={"R": 64, "BJ": 32, "BP": 32},
+        constants={"R": 64, "BJ": 32, "BR": 64},
     )
 
 

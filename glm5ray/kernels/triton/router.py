@@ -24,6 +24,9 @@ if TYPE_CHECKING:
     from glm5ray.kernels.interface import RouterSettings
 
 
+MAX_PARTS = 32
+
+
 @triton.jit
 def _gate(
     x_ptr,
@@ -66,6 +69,7 @@ def _choose(
     factor,
     E: tl.constexpr,
     BE: tl.constexpr,
+    BB: tl.constexpr,
     A: tl.constexpr,
     BA: tl.constexpr,
     NUM_GROUPS: tl.constexpr,
@@ -76,9 +80,9 @@ def _choose(
     token = tl.program_id(0).to(tl.int64)
     expert = tl.arange(0, BE)
     is_expert = expert < E
-    logit = tl.zeros([BE], tl.float32)
-    for part in range(num_parts):
-        logit += tl.load(part_ptr + (part * T + token) * E + expert, mask=is_expert, other=0.0)
+    part = tl.arange(0, BB)[:, None]
+    at = part_ptr + (part * T + token) * E + expert[None, :]
+    logit = tl.sum(tl.load(at, mask=(part < num_parts) & is_expert[None, :], other=0.0), axis=0)
     score = 1.0 / (1.0 + tl.exp(-logit))
     choice = score + tl.load(bias_ptr + expert, mask=is_expert, other=0.0).to(tl.float32)
     choice = tl.where(choice == choice, choice, -1e38)
@@ -141,7 +145,7 @@ class Tile(NamedTuple):
 
 
 def choose_tile(tokens: int) -> Tile:
-    return Tile(16, 32, 128, 4, 3) if tokens <= 128 else Tile(64, 64, 32, 4, 3)
+    return Tile(16, 32, 64, 4, 3) if tokens <= 16 else Tile(64, 64, 32, 4, 3)
 
 
 def route(x_TM: Tensor, gate_EM: Tensor, bias_E: Tensor, settings: RouterSettings) -> tuple[Tensor, Tensor]:
@@ -153,7 +157,7 @@ def route(x_TM: Tensor, gate_EM: Tensor, bias_E: Tensor, settings: RouterSetting
         return ids_TA, weights_TA
     tile = choose_tile(tokens)
     expert_tiles, token_tiles = triton.cdiv(num_experts, tile.experts), triton.cdiv(tokens, tile.tokens)
-    wanted = max(1, num_processors(x_TM) // (expert_tiles * token_tiles))
+    wanted = max(1, min(MAX_PARTS, 2 * num_processors(x_TM) // (expert_tiles * token_tiles)))
     part_size = triton.cdiv(triton.cdiv(width, wanted), tile.columns) * tile.columns
     num_parts = triton.cdiv(width, part_size)
     part_BTE = torch.empty(num_parts, tokens, num_experts, dtype=torch.float32, device=x_TM.device)
@@ -183,12 +187,13 @@ def route(x_TM: Tensor, gate_EM: Tensor, bias_E: Tensor, settings: RouterSetting
         settings.routed_scaling_factor,
         num_experts,
         triton.next_power_of_2(num_experts),
+        triton.next_power_of_2(num_parts),
         chosen,
         triton.next_power_of_2(chosen),
         settings.n_group,
         settings.topk_group,
         settings.norm_topk_prob,
-        num_warps=1 if num_experts <= 64 else 2,
+        num_warps=1 if num_experts <= 64 else 4,
     )
     return ids_TA, weights_TA
 
@@ -213,8 +218,8 @@ def variants() -> Iterator[Variant]:
             fn=_choose,
             signature={"part_ptr": "*fp32", "bias_ptr": "*fp32", "ids_ptr": "*i64", "weights_ptr": "*fp32"}
             | {"T": "i32", "num_parts": "i32", "factor": "fp32"},
-            constants={"E": 256, "BE": 256, "A": 8, "BA": 8, "NUM_GROUPS": groups, "KEPT_GROUPS": kept}
+            constants={"E": 256, "BE": 256, "BB": 32, "A": 8, "BA": 8, "NUM_GROUPS": groups, "KEPT_GROUPS": kept}
             | {"NORMALISE": True},
-            num_warps=2,
+            num_warps=4,
             unaligned=frozenset({"T", "num_parts"}),
         )
