@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 
 LOG2_E = 1.4426950408889634
 MAX_PARTS = 64
+SMALL_STEP = 64 * 512
+"""Tokens times positions that one of them sees at most."""
 LEAST_PART = 64
 """Positions: a shorter part costs more to join than it saves."""
 
@@ -208,8 +210,13 @@ class Tile(NamedTuple):
 
 
 @cache
-def choose_tile(capability: int, dtype: torch.dtype, is_fp8: bool, num_heads: int, latent_dim: int) -> Tile:
-    """By what fits: the accumulator [heads, C] in registers, the stages of latent tiles in shared memory."""
+def choose_tile(
+    capability: int, dtype: torch.dtype, is_fp8: bool, num_heads: int, latent_dim: int, is_small: bool
+) -> Tile:
+    """By what fits: the accumulator [heads, C] in registers, the stages of latent tiles in shared memory.
+
+    is_small: a step of few tokens and short contexts, in which more programs do better than fewer that read less
+    (measured on an H200: docs/experiments/0005-attention-kernels.md)."""
     heads = max(16, triton.next_power_of_2(num_heads))
     if latent_dim <= 256:  # small models
         return Tile(16, 16 if dtype == torch.float32 else 32, 8 if dtype == torch.float32 else 4, 2)
@@ -217,6 +224,8 @@ def choose_tile(capability: int, dtype: torch.dtype, is_fp8: bool, num_heads: in
         return Tile(16, 16, 4, 1)
     if capability >= 100:
         return Tile(16, 16, 8, 3) if is_fp8 else Tile(min(heads, 32), 16, 8, 3)
+    if is_small:
+        return Tile(16, 32, 8 if is_fp8 else 4, 3)
     return Tile(16 if heads < 64 and is_fp8 else min(heads, 64), 32, 8, 3)
 
 
@@ -247,9 +256,10 @@ class MlaAttention:
         if tokens == 0:
             return o_THC
         rows = split_rows(rows_NL, value_dim, width - value_dim)
-        tile = choose_tile(capability(q_THL), q_THL.dtype, rows.scales_NG is not None, num_heads, value_dim)
-        head_tiles = triton.cdiv(num_heads, tile.heads)
         longest = batch.max_visible if selected_TK is None else min(batch.max_visible, selected_TK.shape[1])
+        is_fp8, is_small = rows.scales_NG is not None, tokens * longest <= SMALL_STEP
+        tile = choose_tile(capability(q_THL), q_THL.dtype, is_fp8, num_heads, value_dim, is_small)
+        head_tiles = triton.cdiv(num_heads, tile.heads)
         parts = count_parts(tokens * head_tiles, longest, tile.positions, num_processors(q_THL))
         partial, lse = o_THC, None
         if parts > 1:
@@ -330,7 +340,11 @@ def variants() -> Iterator[Variant]:
     models = ((512, 64, (64, 32, 16)), (128, 16, (8,)))
     rows = ((torch.bfloat16, False), (torch.bfloat16, True), (torch.float32, False), (torch.float32, True))
     for (latent_dim, key_dim, heads), capability_, (dtype, is_fp8) in product(models, (90, 120), rows):
-        tiles = {choose_tile(capability_, dtype, is_fp8, count, latent_dim) for count in heads}
+        tiles = {
+            choose_tile(capability_, dtype, is_fp8, count, latent_dim, is_small)
+            for count in heads
+            for is_small in (True, False)
+        }
         for tile, selects in product(sorted(tiles), (False, True)):
             yield _variant(tile, latent_dim, key_dim, dtype, is_fp8, selects, capability_)
     yield Variant(
