@@ -76,6 +76,9 @@ class CacheSection:
     """Tokens per page."""
     num_pages: int | Auto = "auto"
     """auto: as many as memory_fraction of the device (cpu_memory_gib on a CPU) leaves after the weights."""
+    kv_dtype: Literal["auto", "fp8"] = "auto"
+    """auto: the model's type; fp8: latents and index keys in e4m3 with scales, 656 and 132 bytes a token and layer for
+    GLM-5 where bfloat16 takes 1,152 and 256."""
     memory_fraction: float = 0.90
     """Share of a GPU's memory for weights, workspaces and pages."""
     cpu_memory_gib: float = 1.0

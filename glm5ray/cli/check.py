@@ -97,8 +97,9 @@ def _pages(
     from glm5ray.model.load_plan import kv_bytes_per_token, plan_memory
     from glm5ray.worker.worker import plan_capacity
 
-    row: Any = "bfloat16" if dtype == "float16" else dtype
     cache = settings.cache
+    row: Any = "bfloat16" if dtype == "float16" else dtype
+    latent, index = ("fp8_ds", "fp8") if cache.kv_dtype == "fp8" else (row, row)
     if device == "cuda" and cache.num_pages == "auto":
         total = memory_gib * 2**30 if memory_gib is not None else torch.cuda.mem_get_info()[1]
         plan = plan_memory(
@@ -107,12 +108,12 @@ def _pages(
             memory_bytes=int(total * cache.memory_fraction),
             page_size=cache.page_size,
             dtype=dtype,
-            latent=row,
-            index=row,
+            latent=latent,
+            index=index,
         )
         cache = replace(cache, num_pages=plan.num_pages)
     capacity = plan_capacity(model, cache, settings.scheduler, getattr(torch, dtype), device)
-    per_token = kv_bytes_per_token(model, latent=row, index=row)
+    per_token = kv_bytes_per_token(model, latent=latent, index=index)
     return {
         "kv_bytes": capacity.num_pages * capacity.page_size * per_token,
         "kv_bytes_per_token": per_token,

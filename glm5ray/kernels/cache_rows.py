@@ -73,6 +73,18 @@ def split_rows(rows_NL: Tensor, latent_dim: int, rope_dim: int) -> LatentRows:
     )
 
 
+def write_latent(rows_NL: Tensor, slots_T: Tensor, latent_TC: Tensor, key_TR: Tensor) -> None:
+    """Rows of the tokens, quantised if ``rows_NL`` is."""
+    rows = split_rows(rows_NL, latent_TC.shape[1], key_TR.shape[1])
+    rows.key_NR[slots_T] = key_TR.to(rows.key_NR.dtype)
+    if rows.scales_NG is None:
+        rows.latent_NC[slots_T] = latent_TC
+    else:
+        latent_TC, scales_TG = quantise_latent(latent_TC)
+        rows.latent_NC.view(torch.uint8)[slots_T] = latent_TC.view(torch.uint8)
+        rows.scales_NG[slots_T] = scales_TG
+
+
 def quantise_latent(latent_TC: Tensor) -> tuple[Tensor, Tensor]:
     """(float8_e4m3fn [T, C], fp32 scales [T, G])"""
     tokens, width = latent_TC.shape
@@ -114,6 +126,18 @@ def split_keys(keys: Tensor, head_dim: int) -> IndexKeys:
         keys[:, : page_size * head_dim].view(torch.float8_e4m3fn).unflatten(1, (page_size, head_dim)),
         keys[:, page_size * head_dim :].view(torch.float32),
     )
+
+
+def write_keys(keys: Tensor, slots_T: Tensor, key_TI: Tensor) -> None:
+    """Index keys of the tokens, quantised if ``keys`` are."""
+    views = split_keys(keys, key_TI.shape[1])
+    page_T, offset_T = slots_T // views.keys_PsI.shape[1], slots_T % views.keys_PsI.shape[1]
+    if views.scales_Ps is None:
+        views.keys_PsI[page_T, offset_T] = key_TI
+    else:
+        key_TI, scale_T = quantise_index(key_TI)
+        views.keys_PsI.view(torch.uint8)[page_T, offset_T] = key_TI.view(torch.uint8)
+        views.scales_Ps[page_T, offset_T] = scale_T
 
 
 def quantise_index(x_XI: Tensor) -> tuple[Tensor, Tensor]:

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch.nn import functional
 
+from glm5ray.kernels.cache_rows import quantise_index, split_keys, split_rows, write_keys, write_latent
 from glm5ray.kernels.slice_groups import MAX_GATHERED_ROWS, group_pieces, split_slices
 
 if TYPE_CHECKING:
@@ -71,6 +72,9 @@ def append_latent(
 ) -> None:
     c_TC, k_pe_TR = kv_TL.split([weight_C.shape[0], rope_TR.shape[-1]], dim=-1)
     k_pe_TR = _rotated(k_pe_TR[:, None], rope_TR)[:, 0]
+    if rows_NL.dtype == torch.uint8:
+        write_latent(rows_NL, slots_T, rms_norm(c_TC, weight_C, eps), k_pe_TR)
+        return
     rows_NL.index_copy_(0, slots_T, torch.cat([rms_norm(c_TC, weight_C, eps), k_pe_TR], dim=-1))
 
 
@@ -79,6 +83,9 @@ def append_index_keys(
 ) -> None:
     key_TI = functional.layer_norm(k_TI.float(), weight_I.shape, weight_I.float(), bias_I.float(), eps).to(k_TI.dtype)
     rope(key_TI[:, None], rope_TR)
+    if keys_NI.dtype == torch.uint8:
+        write_keys(keys_NI, slots_T, key_TI)
+        return
     keys_NI.index_copy_(0, slots_T, key_TI)
 
 
@@ -116,6 +123,9 @@ class SelectTokens:
         return SelectPlan(index_topk, fitting, scored)
 
     def run(self, plan: SelectPlan, q_TJI: Tensor, w_TJ: Tensor, keys_NI: Tensor) -> Tensor:
+        if keys_NI.dtype == torch.uint8:
+            q_TJI, scale_TJ = quantise_index(q_TJI)
+            w_TJ = w_TJ * scale_TJ
         if len(plan.scored) == 1 and plan.scored[0].rows_B is None:
             return _select(plan.scored[0], q_TJI, w_TJ, keys_NI, plan.width)
         selected_TK = torch.full((q_TJI.shape[0], plan.width), -1, dtype=torch.int32, device=q_TJI.device)
@@ -138,7 +148,9 @@ def _select(group: Group, q_TJI: Tensor, w_TJ: Tensor, keys_NI: Tensor, width: i
     """
     q_BJI, w_BJ = group.take(q_TJI).float(), group.take(w_TJ)
     num_heads, head_dim = q_BJI.shape[1:]
-    keys_GIs = group.gather(keys_NI).transpose(1, 2)
+    is_fp8 = keys_NI.dtype == torch.uint8
+    keys_GsI = split_keys(keys_NI, head_dim).gather(group.slots_Gs) if is_fp8 else group.gather(keys_NI)
+    keys_GIs = keys_GsI.transpose(1, 2)
     dots_GXs = torch.bmm(q_BJI.reshape(group.num_pieces, -1, head_dim), keys_GIs).relu_()
     score_Bs = torch.bmm(w_BJ[:, None], dots_GXs.view(-1, num_heads, dots_GXs.shape[-1]))[:, 0]
     slot_Gns = group.slots_Gs[:, None]
@@ -234,13 +246,20 @@ def _attend_all(group: Group, q_THL: Tensor, rows_NL: Tensor, scale: float, valu
     """[B, H, C] over all visible positions."""
     q_BHL = group.take(q_THL)
     num_heads = q_BHL.shape[1]
-    rows_GsL = group.gather(rows_NL)
+    rows_GsL = _latent_rows(group.slots_Gs, rows_NL, q_BHL.shape[-1], value_dim)
     q_GXL = (q_BHL.float() * scale).reshape(group.num_pieces, -1, q_BHL.shape[-1])
     score_GXs = torch.bmm(q_GXL, rows_GsL.transpose(1, 2))
     if group.hidden_Gns is not None:
         score_GXs.unflatten(1, (-1, num_heads)).masked_fill_(group.hidden_Gns[:, :, None], float("-inf"))
     o_GXC = torch.bmm(torch.softmax(score_GXs, dim=-1), rows_GsL[..., :value_dim])
     return o_GXC.view(-1, num_heads, value_dim).to(q_THL.dtype)
+
+
+def _latent_rows(slots_X: Tensor, rows_NL: Tensor, width: int, latent_dim: int) -> Tensor:
+    """fp32 [X, L]"""
+    if rows_NL.dtype == torch.uint8:
+        return split_rows(rows_NL, latent_dim, width - latent_dim).gather(slots_X)
+    return functional.embedding(slots_X, rows_NL).float()
 
 
 def _attend_selected(
@@ -254,7 +273,7 @@ def _attend_selected(
         # a slot that the token does see stands for padding: what others hold, NaN perhaps, is not its matter
         some_T1 = selected_TK.amax(-1, keepdim=True)
         selected_TK = torch.where(is_padding_TK, some_T1, selected_TK)
-    rows_TKL = functional.embedding(selected_TK, rows_NL).float()
+    rows_TKL = _latent_rows(selected_TK, rows_NL, q_THL.shape[-1], value_dim)
     score_THK = torch.bmm(q_THL.float() * scale, rows_TKL.transpose(1, 2))
     if is_padding_TK is not None:
         score_THK.masked_fill_(is_padding_TK[:, None], float("-inf"))

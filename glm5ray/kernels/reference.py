@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from glm5ray.kernels.cache_rows import quantise_index, quantise_latent, split_keys, split_rows
+from glm5ray.kernels.cache_rows import quantise_index, split_keys, split_rows, write_keys, write_latent
 from glm5ray.kernels.interface import ExpertWeights, Nvfp4Weight
 
 if TYPE_CHECKING:
@@ -66,15 +66,7 @@ def append_latent(
     k_pe_T1R = k_pe_TR[:, None].clone()
     rope(k_pe_T1R, rope_TR)
     written_T = slots_T >= 0
-    slots_T, c_TC, k_pe_TR = slots_T[written_T], rms_norm(c_TC, weight_C, eps)[written_T], k_pe_T1R[written_T, 0]
-    rows = split_rows(rows_NL, weight_C.shape[0], rope_TR.shape[-1])
-    rows.key_NR[slots_T] = k_pe_TR.to(rows.key_NR.dtype)
-    if rows.scales_NG is None:
-        rows.latent_NC[slots_T] = c_TC
-    else:
-        latent_TC, scales_TG = quantise_latent(c_TC)
-        rows.latent_NC.view(torch.uint8)[slots_T] = latent_TC.view(torch.uint8)
-        rows.scales_NG[slots_T] = scales_TG
+    write_latent(rows_NL, slots_T[written_T], rms_norm(c_TC, weight_C, eps)[written_T], k_pe_T1R[written_T, 0])
 
 
 def append_index_keys(
@@ -86,15 +78,7 @@ def append_index_keys(
     key_T1I = (normed * weight_I.float() + bias_I.float()).to(k_TI.dtype)[:, None]
     rope(key_T1I, rope_TR)
     written_T = slots_T >= 0
-    slots_T, key_TI = slots_T[written_T], key_T1I[written_T, 0]
-    keys = split_keys(keys_NI, k_TI.shape[1])
-    page_T, offset_T = slots_T // keys.keys_PsI.shape[1], slots_T % keys.keys_PsI.shape[1]
-    if keys.scales_Ps is None:
-        keys.keys_PsI[page_T, offset_T] = key_TI
-    else:
-        key_TI, scale_T = quantise_index(key_TI)
-        keys.keys_PsI.view(torch.uint8)[page_T, offset_T] = key_TI.view(torch.uint8)
-        keys.scales_Ps[page_T, offset_T] = scale_T
+    write_keys(keys_NI, slots_T[written_T], key_T1I[written_T, 0])
 
 
 def mla_query(q_THD: Tensor, w_uk_HUC: Tensor, rope_TR: Tensor) -> Tensor:

@@ -10,16 +10,23 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from glm5ray.errors import ConfigError
+from glm5ray.kernels.cache_rows import index_page_bytes, latent_row_bytes, split_keys
+
 if TYPE_CHECKING:
     from torch import Tensor
 
     from glm5ray.model_config import ModelConfig
 
 
+FP8 = torch.float8_e4m3fn
+
+
 class PagedCache:
     """KV of all layers. ``latent[layer]`` is [N, C + R]; ``index_keys[layer]`` is [N, index_head_dim] or ``None`` in
     a shared layer.
 
+    With ``dtype`` float8_e4m3fn both are FP8 rows with scales (uint8; :mod:`glm5ray.kernels.cache_rows`).
     N is ``num_pages * page_size``. With ``with_mtp``, the MTP layers' entries follow the others'. The memory starts
     as zeros: it may be read (and masked) before it is written."""
 
@@ -37,12 +44,25 @@ class PagedCache:
         self.page_size = page_size
         num_slots = num_pages * page_size
 
+        is_fp8 = dtype == FP8
+        latent_width = _latent_width(config, dtype)
+
         def rows(width: int) -> Tensor:
-            return torch.zeros(num_slots, width, dtype=dtype, device=device)
+            return torch.zeros(num_slots, width, dtype=torch.uint8 if is_fp8 else dtype, device=device)
+
+        def keys() -> Tensor:
+            if not is_fp8:
+                return rows(config.index_head_dim)
+            page_bytes = index_page_bytes(page_size, config.index_head_dim)
+            return torch.zeros(num_pages, page_bytes, dtype=torch.uint8, device=device)
 
         full = index_key_layers(config, with_mtp=with_mtp)
-        self.latent: list[Tensor] = [rows(config.kv_lora_rank + config.qk_rope_head_dim) for _ in full]
-        self.index_keys: list[Tensor | None] = [rows(config.index_head_dim) if is_full else None for is_full in full]
+        self._index_dim = config.index_head_dim
+        self.latent: list[Tensor] = []
+        self.index_keys: list[Tensor | None] = []
+        for is_full in full:
+            self.latent.append(rows(latent_width))
+            self.index_keys.append(keys() if is_full else None)
 
     @property
     def device(self) -> torch.device:
@@ -54,15 +74,39 @@ class PagedCache:
             rows[slots] = 0
         for keys in self.index_keys:
             if keys is not None:
-                keys[slots] = 0
+                views = split_keys(keys, self._index_dim)
+                page, offset = slots // views.keys_PsI.shape[1], slots % views.keys_PsI.shape[1]
+                bytes_PsI = views.keys_PsI.view(torch.uint8) if views.scales_Ps is not None else views.keys_PsI
+                bytes_PsI[page, offset] = 0
+                if views.scales_Ps is not None:
+                    views.scales_Ps[page, offset] = 0
 
     @staticmethod
     def bytes_per_page(config: ModelConfig, page_size: int, dtype: torch.dtype, *, with_mtp: bool = False) -> int:
         """Bytes of one page over all layers, the same on every rank: the latent has one head, so it is not split."""
         full = index_key_layers(config, with_mtp=with_mtp)
-        latent_width = config.kv_lora_rank + config.qk_rope_head_dim
-        numbers_per_token = len(full) * latent_width + sum(full) * config.index_head_dim
+        if dtype == FP8:
+            index_bytes = index_page_bytes(page_size, config.index_head_dim)
+            return len(full) * page_size * _latent_width(config, dtype) + sum(full) * index_bytes
+        numbers_per_token = len(full) * _latent_width(config, dtype) + sum(full) * config.index_head_dim
         return page_size * numbers_per_token * dtype.itemsize
+
+
+def kv_dtype(choice: str, dtype: torch.dtype) -> torch.dtype:
+    """``cache.kv_dtype`` -> the type of rows; ``dtype`` is the model's."""
+    return FP8 if choice == "fp8" else dtype
+
+
+def _latent_width(config: ModelConfig, dtype: torch.dtype) -> int:
+    """Numbers of a row; of an FP8 row, bytes."""
+    if dtype != FP8:
+        return config.kv_lora_rank + config.qk_rope_head_dim
+    if config.index_head_dim % 4:
+        raise ConfigError(
+            f"cache.kv_dtype is fp8, which needs an index_head_dim that 4 divides; the model's is "
+            f"{config.index_head_dim}: set cache.kv_dtype=auto"
+        )
+    return latent_row_bytes(config.kv_lora_rank, config.qk_rope_head_dim)
 
 
 def index_key_layers(config: ModelConfig, *, with_mtp: bool) -> list[bool]:

@@ -143,5 +143,6 @@ def _latent_row_bytes(config: ModelConfig, latent: LatentRow) -> int:
     if latent == "fp8":
         return lora + rope
     if latent == "fp8_ds":
-        return lora + -(-lora // 128) * 4 + 2 * rope
+        size = -(-lora // 4) * 4 + -(-lora // 128) * 4 + 2 * rope
+        return -(-size // 16) * 16  # as glm5ray.kernels.cache_rows
     return (lora + rope) * DTYPE_SIZES[latent]

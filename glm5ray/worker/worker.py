@@ -11,7 +11,7 @@ import torch
 
 from glm5ray.errors import ConfigError
 from glm5ray.kernels.select import select_kernels
-from glm5ray.model.cache import PagedCache
+from glm5ray.model.cache import PagedCache, kv_dtype
 from glm5ray.model.glm5 import Glm5
 from glm5ray.model.weights import ShardSpec, load_shard, resolve_checkpoint
 from glm5ray.model_config import ModelConfig
@@ -84,8 +84,9 @@ class Worker:
         model.prepare()
         logger.info("loaded model=%s seconds=%.1f", folder, time.perf_counter() - started)
         capacity = plan_capacity(model_config, config.cache, config.scheduler, dtype, device)
-        _require_memory(PagedCache.bytes_per_page(model_config, capacity.page_size, dtype), capacity, device)
-        cache = PagedCache(model_config, capacity.num_pages, capacity.page_size, dtype, device)
+        row = kv_dtype(config.cache.kv_dtype, dtype)
+        _require_memory(PagedCache.bytes_per_page(model_config, capacity.page_size, row), capacity, device)
+        cache = PagedCache(model_config, capacity.num_pages, capacity.page_size, row, device)
         return cls(model, cache, capacity, max_num_seqs=config.scheduler.max_num_seqs, epoch=epoch)
 
     @torch.inference_mode()
@@ -196,7 +197,7 @@ def plan_capacity(
 
     Raises :class:`ConfigError` if a limit that was asked for cannot be held.
     """
-    page_bytes = PagedCache.bytes_per_page(model_config, cache.page_size, dtype)
+    page_bytes = PagedCache.bytes_per_page(model_config, cache.page_size, kv_dtype(cache.kv_dtype, dtype))
     wanted = model_config.max_position_embeddings
     if scheduler.max_model_len != "auto":
         if scheduler.max_model_len > wanted:

@@ -10,7 +10,7 @@ from tests.hf_reference import INDEX_SHARE, hf_config, hf_model, model_config, o
 from tests.model.paged_run import PagedRun
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn])
 @pytest.mark.parametrize("with_mtp", [False, True])
 def test_bytes_per_page_is_what_is_allocated(dtype: torch.dtype, with_mtp: bool) -> None:
     values = {**hf_config(**INDEX_SHARE).to_dict(), "dtype": "float32", "num_nextn_predict_layers": 1}

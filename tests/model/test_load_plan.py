@@ -226,6 +226,13 @@ def test_kv_bytes_are_the_cache_s(dtype: Any, with_mtp: bool) -> None:
     assert page == 64 * kv_bytes_per_token(config, latent=dtype, index=dtype, with_mtp=with_mtp)
 
 
+@pytest.mark.parametrize("name", ["GLM-5.2", "GLM-5"])
+def test_fp8_kv_bytes_are_the_cache_s(name: str) -> None:
+    config = model(name)
+    page = PagedCache.bytes_per_page(config, 64, torch.float8_e4m3fn, with_mtp=True)
+    assert page == 64 * kv_bytes_per_token(config, latent="fp8_ds", index="fp8", with_mtp=True)
+
+
 def test_planning_starts_without_torch() -> None:
     code = "import sys, glm5ray.model.load_plan; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

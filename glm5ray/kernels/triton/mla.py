@@ -216,7 +216,7 @@ def choose_tile(
     """By what fits: the accumulator [heads, C] in registers, the stages of latent tiles in shared memory.
 
     is_small: a step of few tokens and short contexts, in which more programs do better than fewer that read less
-    (measured on an H200: docs/experiments/0005-attention-kernels.md)."""
+    (measured on an H200: docs/experiments/0006-attention-kernels.md)."""
     heads = max(16, triton.next_power_of_2(num_heads))
     if latent_dim <= 256:  # small models
         return Tile(16, 16 if dtype == torch.float32 else 32, 8 if dtype == torch.float32 else 4, 2)
@@ -257,7 +257,7 @@ class MlaAttention:
             return o_THC
         rows = split_rows(rows_NL, value_dim, width - value_dim)
         longest = batch.max_visible if selected_TK is None else min(batch.max_visible, selected_TK.shape[1])
-        is_fp8, is_small = rows.scales_NG is not None, tokens * longest <= SMALL_STEP
+        is_fp8, is_small = rows.scales_NG is not None, selected_TK is None and tokens * longest <= SMALL_STEP
         tile = choose_tile(capability(q_THL), q_THL.dtype, is_fp8, num_heads, value_dim, is_small)
         head_tiles = triton.cdiv(num_heads, tile.heads)
         parts = count_parts(tokens * head_tiles, longest, tile.positions, num_processors(q_THL))
@@ -340,13 +340,11 @@ def variants() -> Iterator[Variant]:
     models = ((512, 64, (64, 32, 16)), (128, 16, (8,)))
     rows = ((torch.bfloat16, False), (torch.bfloat16, True), (torch.float32, False), (torch.float32, True))
     for (latent_dim, key_dim, heads), capability_, (dtype, is_fp8) in product(models, (90, 120), rows):
-        tiles = {
-            choose_tile(capability_, dtype, is_fp8, count, latent_dim, is_small)
-            for count in heads
-            for is_small in (True, False)
-        }
-        for tile, selects in product(sorted(tiles), (False, True)):
-            yield _variant(tile, latent_dim, key_dim, dtype, is_fp8, selects, capability_)
+        for selects in (False, True):
+            sizes = product(heads, (False,) if selects else (False, True))
+            tiles = {choose_tile(capability_, dtype, is_fp8, count, latent_dim, small) for count, small in sizes}
+            for tile in sorted(tiles):
+                yield _variant(tile, latent_dim, key_dim, dtype, is_fp8, selects, capability_)
     yield Variant(
         name="join",
         fn=_join,
