@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import os
+import subprocess
+import sys
+import time
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from glm5ray.actors.spec import EngineSpec
 from glm5ray.config import load_config
 from glm5ray.engine.client import EngineState
+from glm5ray.engine.results import RequestResult
 from glm5ray.errors import EngineUnavailable
 from glm5ray.protocol import GenerateRequest, SamplingParams
 from tests.actors import engines
@@ -82,3 +86,38 @@ def test_an_engine_that_finds_no_room_says_what_is_missing():
     config = load_config(None, ["parallel.tp_size=64", *SETTINGS])
     with pytest.raises(EngineUnavailable, match=r"needs 64 times .* lower parallel.tp_size"):
         start_engine(config, engine="large")
+
+
+def test_a_detached_engine_outlives_its_driver_and_a_stop_leaves_nothing():
+    import ray
+
+    from glm5ray import LLM
+    from glm5ray.actors.launch import list_engines, stop_engine
+
+    address = ray.get_runtime_context().gcs_address
+    start = (
+        "from glm5ray.actors.launch import start_engine; from glm5ray.config import load_config; "
+        f"start_engine(load_config(None, {SETTINGS}), engine='left', address={address!r})"
+    )
+    subprocess.run([sys.executable, "-c", start], check=True, timeout=120)
+    time.sleep(1.0)  # Ray ends what belonged to the driver
+    assert "left" in list_engines()
+    with LLM.connect(engine="left") as llm:
+        result = llm.generate("The sky is", SamplingParams(max_tokens=4, temperature=0.0))[0]
+        assert isinstance(result, RequestResult)
+    assert stop_engine("left")
+    assert not stop_engine("left")
+    named: Any = ray.util.list_named_actors(all_namespaces=True)
+    assert not [entry for entry in named if entry["name"].startswith("glm5ray:left")]
+    groups: Any = ray.util.placement_group_table()
+    assert not [group for group in groups.values() if "left" in group["name"] and group["state"] != "REMOVED"]
+
+
+@pytest.mark.parametrize("sizes", [(1, 2), (2, 2)], ids=["ep2", "tp2-ep2"])
+def test_layouts_give_the_tokens_of_one_process(sizes: tuple[int, int]):
+    from glm5ray.actors.launch import open_llm
+
+    layout = [f"parallel.tp_size={sizes[0]}", f"parallel.ep_size={sizes[1]}"]
+    with open_llm(load_config(None, [*SETTINGS, *layout]), engine="layout") as llm:
+        results = list(llm.run(request(i) for i in range(4)))
+    assert {result.request_id: list(result.choices[0].token_ids) for result in results} == one_process()
