@@ -12,6 +12,7 @@ Shapes: L sampled rows, V vocabulary.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -153,27 +154,87 @@ class Sampler:
         return torch.tensor(values, dtype=torch.float32, device=self.device)[:, None]
 
     def _draw(self, logits_LV: Tensor, sequences: list[MirrorSequence]) -> Tensor:
-        """One token of each row, by its inverse distribution function in order of token id."""
+        """One token of each row."""
         params = [sequence.sampling for sequence in sequences]
-        logits_LV = logits_LV / self._column([p.temperature for p in params])
-        if any(p.min_p > 0.0 for p in params):
-            floor = self._column([p.min_p for p in params]).log() + logits_LV.amax(dim=-1, keepdim=True)
-            logits_LV = logits_LV.masked_fill(logits_LV < floor, -torch.inf)
-        if any(p.top_k > 0 or p.top_p < 1.0 for p in params):
-            top_k = [p.top_k if p.top_k > 0 else self.vocab_size for p in params]
-            logits_LV = keep_top(logits_LV, self._column(top_k), self._column([p.top_p for p in params]))
-        cdf_LV = logits_LV.softmax(dim=-1, dtype=torch.float64).cumsum(dim=-1)
         seeds = []
         for sequence in sequences:
             seed = sequence.sampling.seed
             assert seed is not None, f"sequence {sequence.seq_id} reached the sampler without a seed"
-            seeds.append(seed)
-        positions = [sequence.num_output_tokens - 1 for sequence in sequences]
-        u_L = uniform(seeds, [sequence.index for sequence in sequences], positions)
-        # u <= 1 - 2^-32, so u * total < total, and the first entry above it has a probability above 0
-        target_L1 = torch.from_numpy(u_L).to(self.device)[:, None] * cdf_LV[:, -1:]
-        drawn_L = torch.searchsorted(cdf_LV, target_L1, right=True).squeeze(-1)
-        return drawn_L.clamp_(max=self.vocab_size - 1)  # only rows of NaN, which fail, can exceed it
+            seeds.append(_signed(seed))
+        top_k = [p.top_k if p.top_k > 0 else self.vocab_size for p in params]
+        has_top = any(p.top_k > 0 or p.top_p < 1.0 for p in params)
+        return draw(
+            logits_LV,
+            Draws(
+                temperature_L1=self._column([p.temperature for p in params]),
+                min_p_L1=self._column([p.min_p for p in params]) if any(p.min_p > 0.0 for p in params) else None,
+                top_k_L1=self._column(top_k) if has_top else None,
+                top_p_L1=self._column([p.top_p for p in params]) if has_top else None,
+                seeds_L=torch.tensor(seeds, dtype=torch.int64, device=self.device),
+                indexes_L=torch.tensor([s.index for s in sequences], dtype=torch.int64, device=self.device),
+                positions_L=torch.tensor([s.num_output_tokens - 1 for s in sequences], device=self.device),
+            ),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Draws:
+    """What the draws of a step need, on the device: in a CUDA graph, tensors that are filled before each replay."""
+
+    temperature_L1: Tensor
+    """At least :data:`MIN_TEMPERATURE`, fp32 as the others."""
+    min_p_L1: Tensor | None
+    """``None``: no row has one."""
+    top_k_L1: Tensor | None
+    """The vocabulary's size where a row has none; ``None``, and then so is ``top_p_L1``: no row has either."""
+    top_p_L1: Tensor | None
+    seeds_L: Tensor
+    """int64, the 64 bits of the seed."""
+    indexes_L: Tensor
+    positions_L: Tensor
+    """int64, of the token in the output."""
+
+
+def draw(logits_LV: Tensor, draws: Draws) -> Tensor:
+    """int64 [L], a token of each row, by its inverse distribution function in order of token id.
+
+    Launches only: no copy from or to the host, no shape that depends on data, so that a CUDA graph may hold it.
+    """
+    logits_LV = logits_LV / draws.temperature_L1
+    if draws.min_p_L1 is not None:
+        floor_L1 = draws.min_p_L1.log() + logits_LV.amax(dim=-1, keepdim=True)
+        logits_LV = logits_LV.masked_fill(logits_LV < floor_L1, -torch.inf)
+    if draws.top_k_L1 is not None and draws.top_p_L1 is not None:
+        logits_LV = keep_top(logits_LV, draws.top_k_L1, draws.top_p_L1)
+    cdf_LV = logits_LV.softmax(dim=-1, dtype=torch.float64).cumsum(dim=-1)
+    u_L = uniform_on_device(draws.seeds_L, draws.indexes_L, draws.positions_L)
+    # u <= 1 - 2^-32, so u * total < total, and the first entry above it has a probability above 0
+    drawn_L = torch.searchsorted(cdf_LV, u_L[:, None] * cdf_LV[:, -1:], right=True).squeeze(-1)
+    return drawn_L.clamp_(max=logits_LV.shape[-1] - 1)  # only rows of NaN, which fail, can exceed it
+
+
+def uniform_on_device(seeds_L: Tensor, indexes_L: Tensor, positions_L: Tensor) -> Tensor:
+    """:func:`uniform` of int64 tensors, float64 [L]: products of int64 wrap to the same 64 bits."""
+    key_L = _splitmix_on_device(seeds_L + (indexes_L + 1) * _signed(0x9E3779B97F4A7C15))
+    bits_L = _splitmix_on_device(key_L + (positions_L + 1) * _signed(0xD1B54A32D192ED03))
+    return _shifted(bits_L, 32).double() * 2.0**-32
+
+
+def _splitmix_on_device(z_L: Tensor) -> Tensor:
+    z_L = (z_L ^ _shifted(z_L, 30)) * _signed(0xBF58476D1CE4E5B9)
+    z_L = (z_L ^ _shifted(z_L, 27)) * _signed(0x94D049BB133111EB)
+    return z_L ^ _shifted(z_L, 31)
+
+
+def _shifted(z_L: Tensor, count: int) -> Tensor:
+    """To the right, as of unsigned numbers."""
+    return (z_L >> count) & ((1 << (64 - count)) - 1)
+
+
+def _signed(number: int) -> int:
+    """The int64 of the same 64 bits."""
+    number &= _MASK64
+    return number - (1 << 64) if number >> 63 else number
 
 
 def keep_top(logits_LV: Tensor, top_k_L1: Tensor, top_p_L1: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from glm5ray.protocol import SamplingParams
 from glm5ray.worker.batch import MirrorSequence
-from glm5ray.worker.sampler import Sampler, keep_top, token_logprobs, uniform
+from glm5ray.worker.sampler import Sampler, keep_top, token_logprobs, uniform, uniform_on_device
 
 V = 11
 EOS = (7,)
@@ -237,3 +237,15 @@ def test_logprobs_are_the_log_softmax_with_ties_by_id():
 
 def test_greedy_takes_the_lower_of_equal_ids():
     assert run([[1.0, 5.0, 5.0, *[0.0] * (V - 3)]], SamplingParams(temperature=0.0)) == [1]
+
+
+SEED, COUNT = st.integers(-(2**63), 2**64 - 1), st.integers(0, 2**31)
+
+
+@settings(deadline=None, derandomize=True)
+@given(st.lists(st.tuples(SEED, COUNT, COUNT), min_size=1, max_size=5))
+def test_the_device_s_draws_are_the_host_s(rows: list[tuple[int, int, int]]) -> None:
+    seeds, indexes, positions = (list(column) for column in zip(*rows, strict=True))
+    signed = [(seed + 2**63) % 2**64 - 2**63 for seed in seeds]
+    actual = uniform_on_device(torch.tensor(signed), torch.tensor(indexes), torch.tensor(positions))
+    assert actual.tolist() == uniform(seeds, indexes, positions).tolist()
