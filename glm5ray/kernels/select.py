@@ -69,7 +69,7 @@ PROVIDERS = (
             "route",
             "experts",
         ),
-        nvfp4_ops=("experts",),
+        nvfp4_ops=("linear", "experts"),
         only_nvfp4_ops=("experts",),
     ),
     Provider("reference", "glm5ray.kernels.reference", devices=("cpu", "cuda"), nvfp4_ops=("linear", "experts")),

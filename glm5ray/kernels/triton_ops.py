@@ -5,11 +5,15 @@ Products with a weight that is not quantised are the vendor's library's."""
 
 from __future__ import annotations
 
-from torch.nn.functional import linear
+from typing import TYPE_CHECKING
 
+from torch.nn import functional
+
+from glm5ray.kernels.interface import Nvfp4Weight
 from glm5ray.kernels.triton.experts_nvfp4 import experts
 from glm5ray.kernels.triton.head_products import mla_output, mla_query
 from glm5ray.kernels.triton.indexer import select_tokens
+from glm5ray.kernels.triton.linear_nvfp4 import linear_nvfp4
 from glm5ray.kernels.triton.mla import mla_attention
 from glm5ray.kernels.triton.norm_rope import (
     add_rms_norm,
@@ -20,6 +24,9 @@ from glm5ray.kernels.triton.norm_rope import (
     silu_and_mul,
 )
 from glm5ray.kernels.triton.router import route
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 __all__ = [
     "add_rms_norm",
@@ -36,3 +43,9 @@ __all__ = [
     "select_tokens",
     "silu_and_mul",
 ]
+
+
+def linear(x_TX: Tensor, weight_OX: Tensor | Nvfp4Weight) -> Tensor:
+    if isinstance(weight_OX, Nvfp4Weight):
+        return linear_nvfp4(x_TX, weight_OX)
+    return functional.linear(x_TX, weight_OX)
