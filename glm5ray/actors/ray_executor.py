@@ -107,12 +107,15 @@ class RayExecutor:
     # --- one incarnation --------------------------------------------------------------------------------------------
 
     def _place(self) -> Any:
-        """The placement group of this engine; one that a dead scheduler left is taken over."""
+        """The placement group of this engine. One that Ray still holds for a scheduler that died is taken over."""
         name = group_name(self._spec.engine)
+        bundle = {"CPU": 1.0} | ({"GPU": 1.0} if self._gpus_each else {})
         try:
-            return get_placement_group(name)
+            group = get_placement_group(name)
+            if group.bundle_specs != [bundle] * self._size:
+                remove_placement_group(group)  # of an engine of another layout that had the name
+                raise ValueError(f"{name} has bundles {group.bundle_specs}")
         except ValueError:
-            bundle = {"CPU": 1.0} | ({"GPU": 1.0} if self._gpus_each else {})
             group = placement_group([bundle] * self._size, strategy="PACK", name=name)
         try:
             ray.get(group.ready(), timeout=PLACEMENT_TIMEOUT_S)

@@ -20,7 +20,7 @@ pytestmark = [
     pytest.mark.usefixtures("ray_cluster"),
     pytest.mark.filterwarnings("ignore::ResourceWarning"),
 ]
-SETTINGS = ["cache.num_pages=64", "scheduler.max_num_seqs=16", "model.device=cpu"]
+SETTINGS = ["cache.num_pages=64", "scheduler.max_num_seqs=8", "model.device=cpu"]
 
 
 def requests(count: int) -> list[GenerateRequest]:
@@ -52,7 +52,7 @@ class Killer(threading.Thread):
         from glm5ray.actors.names import NAMESPACE, worker_name
 
         for kind in self._kills:
-            status = self._after_steps(self._rng.randint(5, 25))
+            status = self._after_steps(self._rng.randint(2, 12))
             if status is None:
                 return
             if kind == "scheduler":
