@@ -12,7 +12,7 @@ pytest.importorskip("triton")
 
 from glm5ray.kernels import reference, triton_ops
 from glm5ray.kernels.interface import ForwardBatch, Kernels
-from glm5ray.kernels.triton import indexer
+from glm5ray.kernels.triton import indexer, mla
 from tests.kernels import test_attention, test_experts, test_pointwise, test_selection_extremes
 from tests.kernels.shapes import DIMS, DTYPES, Tensors, make_batch
 
@@ -50,6 +50,13 @@ def test_pointwise_ops(check, dtype, dims, tokens) -> None:
 @pytest.mark.parametrize(("dims", "page_size"), [("odd", 16), ("even", 1)])
 def test_mla_attention(dims, page_size, dtype, index_topk, step) -> None:
     test_attention.test_mla_attention(KERNELS, DIMS[dims], dtype, step, page_size, index_topk)
+
+
+@pytest.mark.parametrize("index_topk", [16, 1000])
+def test_attention_that_does_not_look_ahead(monkeypatch: pytest.MonkeyPatch, index_topk: int) -> None:
+    """As for long prompts: slots are found where they are read."""
+    monkeypatch.setattr(mla, "choose_tile", lambda *_: mla.Tile(16, 16, 4, 2, looks_ahead=False))
+    test_attention.test_mla_attention(KERNELS, DIMS["odd"], torch.float32, "page edges", 16, index_topk)
 
 
 @pytest.mark.parametrize("step", ["empty", "page edges", "decodes"])

@@ -35,6 +35,7 @@ LOG2_E = 1.4426950408889634
 MAX_PARTS = 64
 SMALL_STEP = 64 * 512
 """Tokens times positions that one of them sees at most."""
+PROMPT_TOKENS = 512
 LEAST_PART = 64
 """Positions: a shorter part costs more to join than it saves."""
 
@@ -113,6 +114,7 @@ def _attend(
     BS: tl.constexpr,
     BC: tl.constexpr,
     BR: tl.constexpr,
+    AHEAD: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """The program's heads of one token over one part of its context. ``lse_ptr`` is None if there is one part only:
@@ -143,17 +145,21 @@ def _attend(
     total = tl.zeros([BH], tl.float32)
     out = tl.zeros([BH, BC], tl.float32)
     step = tl.arange(0, BS)
-    # Two tiles ahead of their use: the copies of the next tile are issued at the top of the loop and wait for nothing.
-    places = _load_places(selected_ptr, table_ptr, first + step, end, PAGE)
-    slots = _slots(places, selected_ptr, first + step, end, PAGE)
-    places = _load_places(selected_ptr, table_ptr, first + BS + step, end, PAGE)
+    if AHEAD:  # two tiles: the copies of the next tile then wait for no other load
+        places = _load_places(selected_ptr, table_ptr, first + step, end, PAGE)
+        slots = _slots(places, selected_ptr, first + step, end, PAGE)
+        places = _load_places(selected_ptr, table_ptr, first + BS + step, end, PAGE)
     for start in range(first, end, BS):
+        if not AHEAD:
+            found = _load_places(selected_ptr, table_ptr, start + step, end, PAGE)
+            slots = _slots(found, selected_ptr, start + step, end, PAGE)
         latent = _load_latent(latent_ptr, scales_ptr, slots, latent_stride, scales_stride, dtype, C, BC, GROUP)
         seen = slots >= 0
         key_at = key_ptr + slots[:, None] * key_stride + key_cols[None, :]
         key = tl.load(key_at, mask=seen[:, None] & (key_cols < R)[None, :], other=0.0).to(dtype)
-        slots = _slots(places, selected_ptr, start + BS + step, end, PAGE)
-        places = _load_places(selected_ptr, table_ptr, start + 2 * BS + step, end, PAGE)
+        if AHEAD:
+            slots = _slots(places, selected_ptr, start + BS + step, end, PAGE)
+            places = _load_places(selected_ptr, table_ptr, start + 2 * BS + step, end, PAGE)
         score = dot(q_latent, tl.trans(latent), None, PRECISION)
         score = dot(q_key, tl.trans(key), score, PRECISION)
         score = tl.where(seen[None, :], score * scale_log2, float("-inf"))
@@ -207,16 +213,17 @@ class Tile(NamedTuple):
     positions: int
     num_warps: int
     num_stages: int
+    looks_ahead: bool = True
+    """Whether slots are found two tiles before they are read."""
 
 
 @cache
-def choose_tile(
-    capability: int, dtype: torch.dtype, is_fp8: bool, num_heads: int, latent_dim: int, is_small: bool
-) -> Tile:
+def choose_tile(capability: int, dtype: torch.dtype, is_fp8: bool, num_heads: int, latent_dim: int, step: str) -> Tile:
     """By what fits: the accumulator [heads, C] in registers, the stages of latent tiles in shared memory.
 
-    is_small: a step of few tokens and short contexts, in which more programs do better than fewer that read less
-    (measured on an H200: docs/experiments/0006-attention-kernels.md)."""
+    step: ``small`` (few tokens and short contexts: more programs do better than fewer that read less), ``prompt``
+    (many tokens over selected slots, which the L2 holds: the largest tile) or ``other``; measured on an H200 in
+    docs/experiments/0006-attention-kernels.md."""
     heads = max(16, triton.next_power_of_2(num_heads))
     if latent_dim <= 256:  # small models
         return Tile(16, 16 if dtype == torch.float32 else 32, 8 if dtype == torch.float32 else 4, 2)
@@ -224,7 +231,9 @@ def choose_tile(
         return Tile(16, 16, 4, 1)
     if capability >= 100:
         return Tile(16, 16, 8, 3) if is_fp8 else Tile(min(heads, 32), 16, 8, 3)
-    if is_small:
+    if step == "prompt" and heads >= 64 and not is_fp8:
+        return Tile(64, 64, 8, 3, looks_ahead=False)
+    if step == "small":
         return Tile(16, 32, 8 if is_fp8 else 4, 3)
     return Tile(16 if heads < 64 and is_fp8 else min(heads, 64), 32, 8, 3)
 
@@ -257,8 +266,8 @@ class MlaAttention:
             return o_THC
         rows = split_rows(rows_NL, value_dim, width - value_dim)
         longest = batch.max_visible if selected_TK is None else min(batch.max_visible, selected_TK.shape[1])
-        is_fp8, is_small = rows.scales_NG is not None, selected_TK is None and tokens * longest <= SMALL_STEP
-        tile = choose_tile(capability(q_THL), q_THL.dtype, is_fp8, num_heads, value_dim, is_small)
+        step = kind_of_step(tokens, longest, selected_TK is not None)
+        tile = choose_tile(capability(q_THL), q_THL.dtype, rows.scales_NG is not None, num_heads, value_dim, step)
         head_tiles = triton.cdiv(num_heads, tile.heads)
         parts = count_parts(tokens * head_tiles, longest, tile.positions, num_processors(q_THL))
         partial, lse = o_THC, None
@@ -294,6 +303,7 @@ class MlaAttention:
             tile.heads,
             tile.positions,
             *_blocks(value_dim, width - value_dim),
+            tile.looks_ahead,
             dot_precision(q_THL),
             num_warps=tile.num_warps,
             num_stages=tile.num_stages,
@@ -301,6 +311,13 @@ class MlaAttention:
         if lse is not None:
             _launch_join(partial, lse, o_THC)
         return o_THC
+
+
+def kind_of_step(tokens: int, longest: int, selects: bool) -> str:
+    """Of :func:`choose_tile`."""
+    if selects:
+        return "prompt" if tokens >= PROMPT_TOKENS else "other"
+    return "small" if tokens * longest <= SMALL_STEP else "other"
 
 
 def _blocks(latent_dim: int, key_dim: int) -> tuple[int, int]:
@@ -341,8 +358,8 @@ def variants() -> Iterator[Variant]:
     rows = ((torch.bfloat16, False), (torch.bfloat16, True), (torch.float32, False), (torch.float32, True))
     for (latent_dim, key_dim, heads), capability_, (dtype, is_fp8) in product(models, (90, 120), rows):
         for selects in (False, True):
-            sizes = product(heads, (False,) if selects else (False, True))
-            tiles = {choose_tile(capability_, dtype, is_fp8, count, latent_dim, small) for count, small in sizes}
+            sizes = product(heads, ("other", "prompt" if selects else "small"))
+            tiles = {choose_tile(capability_, dtype, is_fp8, count, latent_dim, step) for count, step in sizes}
             for tile in sorted(tiles):
                 yield _variant(tile, latent_dim, key_dim, dtype, is_fp8, selects, capability_)
     yield Variant(
@@ -364,7 +381,7 @@ def _variant(
     block_latent, block_key = _blocks(latent_dim, key_dim)
     constants = {"C": latent_dim, "R": key_dim, "K": 2048 if selects else 0, "PAGE": 64, "GROUP": LATENT_GROUP}
     constants |= {"BH": tile.heads, "BS": tile.positions, "BC": block_latent, "BR": block_key}
-    constants |= {"PRECISION": "ieee" if dtype == torch.float32 else "tf32"}
+    constants |= {"AHEAD": tile.looks_ahead, "PRECISION": "ieee" if dtype == torch.float32 else "tf32"}
     for pointer, kind, is_given in (("scales_ptr", "*fp32", is_fp8), ("selected_ptr", "*i32", selects)):
         (pointers if is_given else constants)[pointer] = kind if is_given else None
     integers = ("token_stride", "head_stride", "latent_stride", "scales_stride", "key_stride", "selected_stride")
