@@ -56,7 +56,7 @@ def tile_of(width: int, arch: int) -> Tile:
         return Tile(4, True, 1, 4)
     if width == 64:
         return Tile(8, False, 8, 3)
-    return Tile(4, False, 4, 4) if width == 128 else Tile(8, False, 8, 4)
+    return Tile(8, False, 8, 4)
 
 
 # --- kernels ----------------------------------------------------------------------------------------------------------
