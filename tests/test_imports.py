@@ -39,6 +39,8 @@ except SystemExit as end:
         "import glm5ray.scheduler.scheduler",
         command("--help"),
         command("run-batch", "--help"),
+        "import glm5ray.server.app",
+        command("serve", "--help"),
         command("bench", "offline", "--help"),
         command("weights", "inspect", "--help"),
         command("version"),

@@ -13,7 +13,7 @@ from typing import Annotated
 import typer
 
 from glm5ray import __version__
-from glm5ray.cli import bench, check, evaluate, generate, run_batch, signals, weights
+from glm5ray.cli import bench, check, evaluate, generate, run_batch, serve, signals, weights
 from glm5ray.errors import Glm5RayError
 
 app = typer.Typer(
@@ -26,6 +26,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
 )
 app.command("run-batch")(run_batch.run_batch_command)
+app.command("serve")(serve.serve_command)
 app.command("generate")(generate.generate_command)
 app.command("check")(check.check_command)
 app.add_typer(weights.app, name="weights")

@@ -27,7 +27,7 @@ def chat_completion_body(call: PreparedCall, result: RequestResult, tokenizer: T
     choices = []
     for choice in result.choices:
         message, finish_reason = _message(call, choice)
-        content = [_chat_logprob(tokenizer, entry) for entry in choice.logprobs]
+        content = [chat_logprob(tokenizer, entry) for entry in choice.logprobs]
         choices.append(
             {
                 "index": choice.index,
@@ -50,7 +50,7 @@ def completion_body(call: PreparedCall, results: Sequence[RequestResult], tokeni
             logprobs = None
             if request.sampling.logprobs is not None:
                 echoed = result if call.echo else None
-                logprobs = _completion_logprobs(tokenizer, choice, echoed, request.sampling.skip_special_tokens)
+                logprobs = completion_logprobs(tokenizer, choice, echoed, request.sampling.skip_special_tokens)
             choices.append(
                 {
                     "index": i * request.sampling.n + choice.index,
@@ -66,8 +66,6 @@ def completion_body(call: PreparedCall, results: Sequence[RequestResult], tokeni
 def _body(
     call: PreparedCall, kind: str, choices: list[dict[str, Any]], results: Sequence[RequestResult]
 ) -> dict[str, Any]:
-    prompt_tokens = sum(result.num_prompt_tokens for result in results)
-    completion_tokens = sum(result.num_output_tokens for result in results)
     prefix = "chatcmpl" if kind == "chat.completion" else "cmpl"
     return {
         "id": f"{prefix}-{call.call_id}",
@@ -75,13 +73,20 @@ def _body(
         "created": call.created,
         "model": call.model,
         "choices": choices,
-        "usage": {
-            "prompt_tokens": prompt_tokens,
-            "completion_tokens": completion_tokens,
-            "total_tokens": prompt_tokens + completion_tokens,
-            "prompt_tokens_details": {"cached_tokens": sum(result.num_cached_tokens for result in results)},
-        },
+        "usage": usage_of(results),
         "system_fingerprint": None,
+    }
+
+
+def usage_of(results: Sequence[RequestResult]) -> dict[str, Any]:
+    """The ``usage`` object: tokens of all prompts and all choices."""
+    prompt_tokens = sum(result.num_prompt_tokens for result in results)
+    completion_tokens = sum(result.num_output_tokens for result in results)
+    return {
+        "prompt_tokens": prompt_tokens,
+        "completion_tokens": completion_tokens,
+        "total_tokens": prompt_tokens + completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": sum(result.num_cached_tokens for result in results)},
     }
 
 
@@ -125,7 +130,9 @@ def token_name(tokenizer: Tokenizer, token_id: int) -> str:
         return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
 
 
-def _chat_logprob(tokenizer: Tokenizer, entry: TokenLogprobs) -> dict[str, Any]:
+def chat_logprob(tokenizer: Tokenizer, entry: TokenLogprobs) -> dict[str, Any]:
+    """One entry of a chat choice's ``logprobs.content``."""
+
     def of(token_id: int, logprob: float) -> dict[str, Any]:
         data = tokenizer.token_bytes(token_id)
         return {"token": token_name(tokenizer, token_id), "logprob": _finite(logprob), "bytes": list(data)}
@@ -133,7 +140,7 @@ def _chat_logprob(tokenizer: Tokenizer, entry: TokenLogprobs) -> dict[str, Any]:
     return {**of(entry.token_id, entry.logprob), "top_logprobs": [of(*pair) for pair in entry.top]}
 
 
-def _completion_logprobs(
+def completion_logprobs(
     tokenizer: Tokenizer, choice: Choice, echoed: RequestResult | None, skip_special_tokens: bool
 ) -> dict[str, Any]:
     """Columns, one entry a token; of an echoed prompt the first token has no log-probability."""

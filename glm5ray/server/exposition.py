@@ -1,0 +1,89 @@
+"""``/metrics``: the server's own counts, and the engine's figures of this moment, in Prometheus's text format."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+
+from glm5ray.engine.client import EngineState
+from glm5ray.metrics import METRICS
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from prometheus_client.core import Metric as Family
+
+    from glm5ray.engine.client import EngineStatus
+
+
+class ServerMetrics:
+    """What happened on this server. Its registry is its own, so several servers may live in one process."""
+
+    def __init__(self, model_name: str) -> None:
+        self._model_name = model_name
+        self._registry = CollectorRegistry()
+        self.ttft_s = self._histogram("vllm:time_to_first_token_seconds")
+        self.inter_token_s = self._histogram("vllm:inter_token_latency_seconds")
+        self.latency_s = self._histogram("vllm:e2e_request_latency_seconds")
+        self.prompt_tokens = self._counter("vllm:prompt_tokens").labels(model_name)
+        self.generation_tokens = self._counter("vllm:generation_tokens").labels(model_name)
+        self.aborted = self._counter("glm5ray:requests_aborted").labels(model_name)
+        self._ended = self._counter("vllm:request_success")
+
+    def ended(self, reason: str) -> None:
+        """One choice ended."""
+        self._ended.labels(self._model_name, reason).inc()
+
+    def text(self, status: EngineStatus | None) -> bytes:
+        """The whole page; without a status, only the server's part."""
+        registry = CollectorRegistry()
+        if status is not None:
+            registry.register(_EngineFigures(self._model_name, status))
+        return generate_latest(self._registry) + generate_latest(registry)
+
+    def _counter(self, name: str) -> Counter:
+        metric = METRICS[name]
+        return Counter(name, metric.help, ("model_name", *metric.labels), registry=self._registry)
+
+    def _histogram(self, name: str) -> Histogram:
+        metric = METRICS[name]
+        family = Histogram(name, metric.help, ("model_name",), registry=self._registry, buckets=metric.buckets)
+        return family.labels(self._model_name)
+
+
+class _EngineFigures:
+    """A collector of one status."""
+
+    def __init__(self, model_name: str, status: EngineStatus) -> None:
+        self._model_name = model_name
+        self._status = status
+
+    def collect(self) -> Iterator[Family]:
+        status, stats = self._status, self._status.scheduler
+        values = {
+            "vllm:num_requests_running": stats.num_running,
+            "vllm:num_requests_waiting": stats.num_waiting,
+            "vllm:kv_cache_usage_perc": stats.num_pages_held / max(1, stats.num_pages),
+            "vllm:num_preemptions": stats.num_preemptions,
+            "vllm:prefix_cache_queries": stats.prefix_query_tokens,
+            "vllm:prefix_cache_hits": stats.prefix_hit_tokens,
+            "glm5ray:engine_epoch": status.epoch,
+            "glm5ray:engine_restarts": status.num_restarts,
+            "glm5ray:step_age_seconds": status.seconds_since_step,
+            "glm5ray:steps": stats.num_steps,
+            "glm5ray:corrupted_sequences": stats.num_corrupted,
+            "glm5ray:quarantined_sequences": stats.num_quarantined,
+        }
+        for name, value in values.items():
+            metric = METRICS[name]
+            kind = GaugeMetricFamily if metric.kind == "gauge" else CounterMetricFamily
+            family = kind(name, metric.help, labels=["model_name"])
+            family.add_metric([self._model_name], value)
+            yield family
+        state = METRICS["glm5ray:engine_state"]
+        family = GaugeMetricFamily(state.name, state.help, labels=["model_name", *state.labels])
+        for known in EngineState:
+            family.add_metric([self._model_name, known.value], float(known is status.state))
+        yield family
