@@ -11,6 +11,7 @@ import ray
 from ray.exceptions import RayError
 from ray.util import list_named_actors
 
+from glm5ray.actors import authentication, local_head
 from glm5ray.actors.client import RayEngineClient
 from glm5ray.actors.handles import SchedulerHandle, find_scheduler
 from glm5ray.actors.names import NAMESPACE, engine_of, scheduler_name
@@ -61,13 +62,22 @@ def join_ray(address: str | None = "auto") -> None:
         try:
             join_ray("auto")
         except EngineUnavailable:
+            authentication.prepare()  # Ray would make the token as well, readable for all
             ray.init(namespace=NAMESPACE, include_dashboard=False, log_to_driver=False)
         return
+    local_head.require_answer(address)
+    # it warns that the cluster asks for a token, which is as it should be
+    logging.getLogger("ray._private.authentication.authentication_token_setup").setLevel(logging.ERROR)
     try:
-        ray.init(address=address, namespace=NAMESPACE, log_to_driver=False)
+        ray.init(address=address, namespace=NAMESPACE, log_to_driver=False, logging_level=logging.WARNING)
     except (ConnectionError, RayError, ValueError) as error:
         where = "on this machine" if address == "auto" else f"at {address}"
         raise EngineUnavailable(f"no Ray cluster answers {where}: {' '.join(str(error).split())}") from error
+
+
+def leave_ray() -> None:
+    """Undoes :func:`join_ray`: this process is no driver any more."""
+    ray.shutdown()
 
 
 def start_engine(

@@ -13,7 +13,7 @@ from typing import Annotated
 import typer
 
 from glm5ray import __version__
-from glm5ray.cli import bench, check, evaluate, generate, run_batch, serve, signals, weights
+from glm5ray.cli import bench, check, cluster, evaluate, generate, run_batch, serve, signals, weights
 from glm5ray.errors import Glm5RayError
 
 app = typer.Typer(
@@ -29,6 +29,9 @@ app.command("run-batch")(run_batch.run_batch_command)
 app.command("serve")(serve.serve_command)
 app.command("generate")(generate.generate_command)
 app.command("check")(check.check_command)
+app.command("up")(cluster.up_command)
+app.command("status")(cluster.status_command)
+app.command("down")(cluster.down_command)
 app.add_typer(weights.app, name="weights")
 app.add_typer(bench.app, name="bench")
 app.add_typer(evaluate.app, name="eval")
