@@ -61,11 +61,13 @@ class ParallelContext:
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """The sum of x over the tensor-parallel ranks; x may be overwritten."""
-        return _all_reduce(x, self.tp_size, self.tp_group)
+        if self.tp_size == 1:
+            return x
+        import torch.distributed as dist
 
-    def all_reduce_world(self, x: Tensor) -> Tensor:
-        """The sum of x over all ranks; x may be overwritten."""
-        return _all_reduce(x, self.world_size, self.world_group)
+        x = x.contiguous()
+        dist.all_reduce(x, group=self.tp_group)
+        return x
 
     def all_gather(self, x: Tensor, dim: int) -> Tensor:
         """The tensor-parallel ranks' x side by side along ``dim``, in order of rank; shapes are equal."""
@@ -78,6 +80,29 @@ class ParallelContext:
         dist.all_gather(parts, x.contiguous(), group=self.tp_group)
         return torch.cat(parts, dim)
 
+    def own_rows(self, num_rows: int) -> slice:
+        """Of ``num_rows`` rows that all ranks have alike, those that this rank answers for: equal shares in order of
+        rank, the last ones smaller or empty."""
+        share = self._rows_each(num_rows)
+        first = min(self.ep_rank * share, num_rows)
+        return slice(first, min(first + share, num_rows))
+
+    def gather_rows(self, x: Tensor, num_rows: int) -> Tensor:
+        """The ``num_rows`` rows of which ``x`` is this rank's :meth:`own_rows`, on every rank."""
+        if self.ep_size == 1:
+            return x
+        import torch.distributed as dist
+
+        share = self._rows_each(num_rows)
+        padded = x.new_zeros(share, *x.shape[1:])
+        padded[: len(x)] = x
+        whole = x.new_empty(self.ep_size * share, *x.shape[1:])
+        dist.all_gather_into_tensor(whole, padded, group=self.world_group)
+        return whole[:num_rows]
+
+    def _rows_each(self, num_rows: int) -> int:
+        return -(-num_rows // self.ep_size)
+
     def all_to_all(self, x: Tensor, send_rows: list[int], receive_rows: list[int]) -> Tensor:
         """Rows of x to all ranks: ``send_rows[r]`` of them, in order, to rank r; returns ``receive_rows[r]`` rows
         from each rank r."""
@@ -88,16 +113,6 @@ class ParallelContext:
         out = x.new_empty(sum(receive_rows), *x.shape[1:])
         dist.all_to_all_single(out, x.contiguous(), receive_rows, send_rows, group=self.world_group)
         return out
-
-
-def _all_reduce(x: Tensor, size: int, group: Any) -> Tensor:
-    if size == 1:
-        return x
-    import torch.distributed as dist
-
-    x = x.contiguous()
-    dist.all_reduce(x, group=group)
-    return x
 
 
 def shard_size(total: int, size: int, what: str) -> int:

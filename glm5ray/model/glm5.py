@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from glm5ray.kernels.interface import ExpertWeights, RouterSettings
+from glm5ray.model.expert_parallel import run_across_ranks
 from glm5ray.model.layers import LayerNorm, Linear, RMSNorm, VocabEmbedding, fuse, parameter
 from glm5ray.parallel import shard_size
 
@@ -208,7 +209,7 @@ class RoutedExperts(nn.Module):
         super().__init__()
         config, parallel = build.config, build.parallel
         self.kernels = build.kernels
-        num_experts = shard_size(config.n_routed_experts, parallel.ep_size, "n_routed_experts")
+        num_experts = self.num_experts = shard_size(config.n_routed_experts, parallel.ep_size, "n_routed_experts")
         width = shard_size(config.moe_intermediate_size, parallel.expert_tp_size, "moe_intermediate_size")
         self.first_expert = parallel.ep_rank * num_experts
         self.gate_up_proj = parameter(num_experts, 2 * width, config.hidden_size, dtype=build.dtype)
@@ -222,6 +223,10 @@ class RoutedExperts(nn.Module):
         )
         # the parameters become the packed tensors, so that nothing is held twice
         self.gate_up_proj.data, self.down_proj.data = self.weights.gate_up_EFM, self.weights.down_EMF
+
+    def forward(self, x_TM: Tensor, ids_TA: Tensor, weights_TA: Tensor) -> Tensor:
+        """The part of these experts [T, M]; ids are those of the whole model."""
+        return self.kernels.experts.run(x_TM, ids_TA, weights_TA, self.weights)
 
 
 class MoE(nn.Module):
@@ -244,16 +249,27 @@ class MoE(nn.Module):
         self.shared_experts = MLP(build, shared_width, "moe_intermediate_size") if shared_width else None
 
     def forward(self, x_TM: Tensor) -> Tensor:
-        ids_TA, weights_TA = self.kernels.route(
-            x_TM, self.gate.weight, self.gate.e_score_correction_bias, self.settings
-        )
-        out_TM = self.kernels.experts.run(x_TM, ids_TA, weights_TA, self.experts.weights)
+        if self.parallel.ep_size > 1:
+            return self._forward_across_ranks(x_TM)
+        out_TM = self.experts(x_TM, *self._route(x_TM))
+        if self.shared_experts is not None:  # both are parts over the same ranks: one sum
+            out_TM.add_(self.shared_experts(x_TM))
+        return self.parallel.all_reduce(out_TM)
+
+    def _forward_across_ranks(self, x_TM: Tensor) -> Tensor:
+        """Every rank routes its share of the rows. Where shared experts are not split, it computes those for its share
+        alone, too."""
+        parallel, experts = self.parallel, self.experts
+        x_YM = x_TM[parallel.own_rows(len(x_TM))]
+        out_YM = run_across_ranks(parallel, experts, x_YM, *self._route(x_YM), experts.num_experts)
         if self.shared_experts is None:
-            return self.parallel.all_reduce_world(out_TM)
-        shared_TM = self.shared_experts(x_TM)
-        if self.parallel.tp_size == self.parallel.world_size:  # both are parts over the same ranks: one sum
-            return self.parallel.all_reduce_world(out_TM.add_(shared_TM))
-        return self.parallel.all_reduce_world(out_TM).add_(self.parallel.all_reduce(shared_TM))
+            return parallel.gather_rows(out_YM, len(x_TM))
+        if parallel.tp_size == 1:
+            return parallel.gather_rows(out_YM.add_(self.shared_experts(x_YM)), len(x_TM))
+        return parallel.gather_rows(out_YM, len(x_TM)) + parallel.all_reduce(self.shared_experts(x_TM))
+
+    def _route(self, x_TM: Tensor) -> tuple[Tensor, Tensor]:
+        return self.kernels.route(x_TM, self.gate.weight, self.gate.e_score_correction_bias, self.settings)
 
 
 class DecoderLayer(nn.Module):

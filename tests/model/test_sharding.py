@@ -80,7 +80,7 @@ def test_one_rank_needs_no_groups() -> None:
     alone = ParallelContext()
     for result in (
         alone.all_reduce(x),
-        alone.all_reduce_world(x),
+        alone.gather_rows(x, 2),
         alone.all_gather(x, 1),
         alone.all_to_all(x, [2], [2]),
     ):
