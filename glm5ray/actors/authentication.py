@@ -36,3 +36,14 @@ def _make_token(path: Path) -> None:
             file.write(secrets.token_hex(32))
     except FileExistsError:
         path.chmod(0o600)  # Ray itself writes it readable for all
+
+
+def use_token() -> None:
+    """For a process that will join a cluster by its address: with ``RAY_AUTH_MODE`` unset and a token at hand, the mode
+    is ``token``. Ray 2.60 finds that out by itself for ``auto`` alone."""
+    if MODE in os.environ or not (TOKEN in os.environ or token_file().exists()):
+        return
+    os.environ[MODE] = "token"
+    from ray._raylet import Config  # private: Ray read the environment when it was imported, and must do so again
+
+    Config.initialize("")

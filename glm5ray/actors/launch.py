@@ -66,6 +66,7 @@ def join_ray(address: str | None = "auto") -> None:
             ray.init(namespace=NAMESPACE, include_dashboard=False, log_to_driver=False)
         return
     local_head.require_answer(address)
+    authentication.use_token()
     # it warns that the cluster asks for a token, which is as it should be
     logging.getLogger("ray._private.authentication.authentication_token_setup").setLevel(logging.ERROR)
     try:

@@ -67,6 +67,8 @@ def folder() -> Iterator[Path]:
     for name, text in (("ssh", SSH), ("rsync", RSYNC)):
         (binaries / name).write_text(text.format(python=sys.executable, home=folder))
         (binaries / name).chmod(0o755)
+    # Ray's commands run in login shells, which set PATH anew
+    (folder / ".bashrc").write_text(f'export PATH="{binaries}:{Path(sys.executable).parent}:$PATH"\n')
     (folder / "key").write_text("no key")
     (folder / "key").chmod(0o600)
     yield folder
