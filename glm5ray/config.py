@@ -30,6 +30,7 @@ _NUMBER = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?")
 _HIGHEST: dict[str, int] = {
     "parallel.tp_size": 2**12,
     "parallel.ep_size": 2**12,
+    "parallel.dp_size": 2**12,
     "cache.page_size": 2**16,
     "cache.num_pages": 2**31 - 1,
     "cache.cpu_memory_gib": 2**20,
@@ -66,6 +67,14 @@ class ParallelSection:
     """Ranks that split heads, vocabulary and expert columns."""
     ep_size: int = 1
     """Ranks that hold whole experts each."""
+    dp_size: int = 1
+    """Groups of tp_size ranks that have sequences and pages of their own; the experts are shared by all, so ep_size is
+    then dp_size x tp_size. max_num_seqs, max_num_batched_tokens and num_pages are those of each group."""
+
+    @property
+    def world_size(self) -> int:
+        """All ranks."""
+        return self.dp_size * self.tp_size if self.dp_size > 1 else max(self.tp_size, self.ep_size)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -272,5 +281,11 @@ def _check_ranges(config: EngineConfig) -> None:
             raise ConfigError(f"{name} is {value}; it must be above 0")
         if value > highest:
             raise ConfigError(f"{name} is {value}; it must be at most {highest}")
+    parallel = config.parallel
+    if parallel.dp_size > 1 and parallel.ep_size != parallel.world_size:
+        raise ConfigError(
+            f"parallel.ep_size is {parallel.ep_size}; with parallel.dp_size {parallel.dp_size} and parallel.tp_size "
+            f"{parallel.tp_size} all {parallel.world_size} ranks share the experts: set it to {parallel.world_size}"
+        )
     if not 0.0 < config.cache.memory_fraction <= 1.0:
         raise ConfigError(f"cache.memory_fraction is {config.cache.memory_fraction}; it must be above 0 and at most 1")

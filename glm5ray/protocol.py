@@ -24,7 +24,7 @@ from glm5ray.errors import RequestError
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 """Raised with every change of a message; peers of another version are refused."""
 
 MAX_SEED = 2**63 - 1
@@ -295,6 +295,9 @@ class StepInput:
     """seq_id -> pages that now follow its others."""
     dropped: list[int] = field(default_factory=list)
     """Sequences to forget, before anything else in this step: finished, aborted or preempted."""
+    parts: tuple[StepInput, ...] = ()
+    """With data parallelism: what each group of ranks computes, in order of ``dp_rank``; nothing else is set then but
+    ``epoch`` and ``step_id``. A part's own ``step_id`` is that of its group's scheduler; a part may be empty."""
 
     def slices(self) -> Iterator[SequenceSlice]:
         """The columns, row by row."""
@@ -302,7 +305,7 @@ class StepInput:
 
     @property
     def total_tokens(self) -> int:
-        return sum(self.num_tokens)
+        return sum(self.num_tokens) + sum(part.total_tokens for part in self.parts)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -322,6 +325,24 @@ class StepOutput:
     failed: dict[int, str] = field(default_factory=dict)
     """seq_id -> what went wrong with this sequence alone (its token in ``token_ids`` means nothing)."""
     duration_s: float = 0.0
+
+
+def merge_outputs(outputs: list[StepOutput]) -> StepOutput:
+    """The outputs of the groups of ranks for one step, as one; no two have a sequence in common."""
+    first = outputs[0]
+    if len(outputs) == 1:
+        return first
+    assert {(o.epoch, o.step_id) for o in outputs} == {(first.epoch, first.step_id)}, "outputs of several steps"
+    return StepOutput(
+        epoch=first.epoch,
+        step_id=first.step_id,
+        seq_ids=[seq_id for output in outputs for seq_id in output.seq_ids],
+        token_ids=[token for output in outputs for token in output.token_ids],
+        logprobs={seq_id: value for output in outputs for seq_id, value in output.logprobs.items()},
+        prompt_logprobs={seq_id: value for output in outputs for seq_id, value in output.prompt_logprobs.items()},
+        failed={seq_id: message for output in outputs for seq_id, message in output.failed.items()},
+        duration_s=max(output.duration_s for output in outputs),
+    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -347,14 +368,15 @@ def encode_step(step: StepInput) -> bytes:
     pages = [[seq_id, len(new)] for seq_id, new in step.new_pages.items()]
     flat_pages = [page for new in step.new_pages.values() for page in new]
     columns = [_column(c) for c in (step.seq_ids, step.starts, step.num_tokens, step.dropped, flat_pages)]
-    return _pack([head, pages, columns])
+    return _pack([head, pages, columns, [encode_step(part) for part in step.parts]])
 
 
 def decode_step(data: bytes) -> StepInput:
     """Raises ``ValueError`` for a message of another version."""
-    head, pages, columns = msgpack.unpackb(data, strict_map_key=False)
+    head, *rest = msgpack.unpackb(data, strict_map_key=False)
     version, epoch, step_id, new = head
     _check_version(version)
+    pages, columns, parts = rest
     seq_ids, starts, num_tokens, dropped, flat_pages = (_uncolumn(c) for c in columns)
     new_pages: dict[int, list[int]] = {}
     offset = 0
@@ -370,11 +392,12 @@ def decode_step(data: bytes) -> StepInput:
         new_sequences=tuple(_new_sequence(values) for values in new),
         new_pages=new_pages,
         dropped=dropped,
+        parts=tuple(decode_step(part) for part in parts),
     )
 
 
 def encode_output(output: StepOutput) -> bytes:
-    """The answer of rank 0."""
+    """The answer of rank 0, or of the first rank of a data-parallel group."""
     rest = [output.logprobs, output.prompt_logprobs, output.failed, output.duration_s]
     head = [PROTOCOL_VERSION, output.epoch, output.step_id]
     return _pack([head, [_column(output.seq_ids), _column(output.token_ids)], rest])

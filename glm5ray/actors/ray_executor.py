@@ -19,7 +19,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from glm5ray.actors.names import NAMESPACE, group_name, worker_name
 from glm5ray.actors.worker_actor import Line, WorkerActor
 from glm5ray.errors import ConfigError, Glm5RayError, WorkerDied
-from glm5ray.protocol import decode_output, encode_step
+from glm5ray.protocol import decode_output, encode_step, merge_outputs
 
 if TYPE_CHECKING:
     from glm5ray.actors.spec import EngineSpec
@@ -54,7 +54,8 @@ class RayExecutor:
         self._worker_class = worker_class
         self._epoch = epoch
         parallel = spec.config.parallel
-        self._size = max(parallel.tp_size, parallel.ep_size)
+        self._size = parallel.world_size
+        self._answering = [group * parallel.tp_size for group in range(parallel.dp_size)]
         device = spec.config.model.device
         has_gpus = ray.cluster_resources().get("GPU", 0) >= self._size
         self._gpus_each = 1 if device == "cuda" or (device == "auto" and has_gpus) else 0
@@ -83,19 +84,23 @@ class RayExecutor:
         return _Pending(self, step)
 
     def receive(self, step: StepInput) -> StepOutput:
-        """Waits for rank 0's answer. Raises :class:`WorkerDied` if a rank ended, or if none comes in time."""
-        started_s = time.monotonic()
-        timeout_s = self._spec.step_timeout_s
+        """Waits for the answers: rank 0's, or that of each data-parallel group's first rank. Raises
+        :class:`WorkerDied` if a rank ended, or if one does not answer in time."""
+        until_s = time.monotonic() + self._spec.step_timeout_s
+        return merge_outputs([self._receive_from(rank, step, until_s) for rank in self._answering])
+
+    def _receive_from(self, rank: int, step: StepInput, until_s: float) -> StepOutput:
+        socket, timeout_s = self._sockets[rank], self._spec.step_timeout_s
         while True:
-            if self._sockets[0].poll(int(WATCH_EVERY_S * 1000)):
-                output = decode_output(self._sockets[0].recv())
+            if socket.poll(int(WATCH_EVERY_S * 1000)):
+                output = decode_output(socket.recv())
                 if (output.epoch, output.step_id) != (step.epoch, step.step_id):
                     raise WorkerDied(
-                        f"rank 0 answered step {output.step_id} of epoch {output.epoch}, not {step.step_id}"
+                        f"rank {rank} answered step {output.step_id} of epoch {output.epoch}, not {step.step_id}"
                     )
                 return output
             self._watch()
-            if time.monotonic() - started_s > timeout_s:
+            if time.monotonic() > until_s:
                 raise WorkerDied(f"step {step.step_id} did not end within {timeout_s:.0f} s")
 
     def shutdown(self) -> None:

@@ -106,7 +106,14 @@ class SchedulerActor:
         spec = self._spec
         executor = spec.make_executor(spec, epoch)
         try:
-            core = EngineCore(executor, spec.config.scheduler, spec.config.cache, overlap=spec.overlap, epoch=epoch)
+            core = EngineCore(
+                executor,
+                spec.config.scheduler,
+                spec.config.cache,
+                overlap=spec.overlap,
+                epoch=epoch,
+                dp_size=spec.config.parallel.dp_size,
+            )
         except BaseException:
             executor.shutdown()
             raise

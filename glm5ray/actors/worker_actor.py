@@ -79,17 +79,22 @@ class WorkerActor:
             ranks = list(range(first, first + tp_size))
             group = dist.new_group(ranks)  # every rank makes every group
             tp_group = group if self._rank in ranks else tp_group
-        return ParallelContext.of_rank(self._rank, tp_size, self._config.parallel.ep_size, tp_group, dist.group.WORLD)
+        sizes = self._config.parallel
+        return ParallelContext.of_rank(
+            self._rank, tp_size, sizes.ep_size, tp_group, dist.group.WORLD, dp_size=sizes.dp_size
+        )
 
     def run(self, line: Line) -> None:
-        """Computes step after step, for ever. Rank 0 answers."""
+        """Computes step after step, for ever. Rank 0 answers; of several data-parallel groups the first of each."""
+        sizes = self._config.parallel
+        answers = self._rank in range(0, sizes.dp_size * sizes.tp_size, sizes.tp_size)
         socket = zmq.Context.instance().socket(zmq.DEALER)
         socket.setsockopt(zmq.LINGER, 0)
         socket.curve_serverkey, socket.curve_publickey, socket.curve_secretkey = line[1:]
         socket.connect(line.address)
         while True:
             output = self._worker.execute(decode_step(socket.recv()))
-            if self._rank == 0:
+            if answers:
                 socket.send(encode_output(output))
 
 

@@ -56,7 +56,7 @@ def serve_command(
         import glm5ray.worker.worker  # noqa: F401 - torch
     with bound:
         if address is None:
-            if settings.parallel.tp_size * settings.parallel.ep_size > 1:
+            if settings.parallel.world_size > 1:
                 raise ConfigError("this layout has several ranks; serve it in Ray, with --address auto")
             asyncio.run(_serve_here(settings, bound, served_model_name))
         else:

@@ -6,11 +6,12 @@ import gc
 import logging
 import time
 from collections import deque
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from glm5ray.engine.executor import RestartableExecutor
 from glm5ray.errors import WorkerDied
 from glm5ray.protocol import FinishReason
+from glm5ray.scheduler.data_parallel import DataParallelScheduler
 from glm5ray.scheduler.scheduler import Scheduler
 
 if TYPE_CHECKING:
@@ -59,12 +60,25 @@ class EngineCore:
     """
 
     def __init__(
-        self, executor: Executor, scheduler: SchedulerSection, cache: CacheSection, *, overlap: bool, epoch: int = 0
+        self,
+        executor: Executor,
+        scheduler: SchedulerSection,
+        cache: CacheSection,
+        *,
+        overlap: bool,
+        epoch: int = 0,
+        dp_size: int = 1,
     ) -> None:
-        """``epoch`` is that of the workers that ``executor`` starts."""
+        """``epoch`` is that of the workers that ``executor`` starts, ``dp_size`` the number of their data-parallel
+        groups; what the executor says it holds is what each group holds."""
         self._executor = executor
         self.capacity = executor.start()
-        self.scheduler = Scheduler(scheduler, self.capacity, prefix_caching=cache.prefix_caching, epoch=epoch)
+        options: dict[str, Any] = {"prefix_caching": cache.prefix_caching, "epoch": epoch}
+        self.scheduler: Scheduler | DataParallelScheduler = (
+            DataParallelScheduler(scheduler, self.capacity, dp_size, **options)
+            if dp_size > 1
+            else Scheduler(scheduler, self.capacity, **options)
+        )
         self.epoch = epoch
         """Incarnation of the workers."""
         self.num_restarts = 0

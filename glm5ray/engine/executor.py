@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from glm5ray.errors import WorkerDied
-from glm5ray.protocol import Capacity, StepInput, StepOutput
+from glm5ray.protocol import Capacity, StepInput, StepOutput, merge_outputs
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -134,6 +135,11 @@ class FakeExecutor:
 
     def submit(self, step: StepInput) -> PendingStep:
         self.steps.append(step)
+        outputs = [self._compute(part) for part in step.parts or (step,)]
+        merged = merge_outputs([replace(output, step_id=step.step_id) for output in outputs])
+        return _Done(merged)
+
+    def _compute(self, step: StepInput) -> StepOutput:
         for seq_id in step.dropped:
             del self._known[seq_id]
         for new in step.new_sequences:
@@ -145,7 +151,7 @@ class FakeExecutor:
                 seq_ids.append(seq_id)
                 token_ids.append(self._next_token(new.request_id, new.index, num_tokens))
                 self._known[seq_id] = (new, num_tokens + 1)
-        return _Done(StepOutput(epoch=step.epoch, step_id=step.step_id, seq_ids=seq_ids, token_ids=token_ids))
+        return StepOutput(epoch=step.epoch, step_id=step.step_id, seq_ids=seq_ids, token_ids=token_ids)
 
     def shutdown(self) -> None:
         self._known.clear()

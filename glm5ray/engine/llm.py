@@ -102,10 +102,11 @@ class LLM:
         config = config or EngineConfig()
         if not isinstance(config, EngineConfig):
             raise ConfigError(f"config is a {type(config).__name__}; make an EngineConfig, as load_config does")
-        if config.parallel.tp_size * config.parallel.ep_size > 1:
+        if config.parallel.world_size > 1:
+            sizes = config.parallel
             raise ConfigError(
-                f"parallel.tp_size is {config.parallel.tp_size} and parallel.ep_size {config.parallel.ep_size}; "
-                "LLM runs one rank, in this process; set both to 1"
+                f"parallel.tp_size is {sizes.tp_size}, parallel.ep_size {sizes.ep_size} and parallel.dp_size "
+                f"{sizes.dp_size}; LLM runs one rank, in this process; set all of them to 1"
             )
         if model is not None:
             if not isinstance(model, str | PathLike):
@@ -283,7 +284,7 @@ class LLM:
         read."""
         if self._dead is not None:
             return len(sink.results) < 256  # nothing runs any more; each request fails at once
-        running = self.config.scheduler.max_num_seqs
+        running = self.config.scheduler.max_num_seqs * self.config.parallel.dp_size
         return self._core.scheduler.num_unfinished < running + min(running, 256) and len(sink.results) < 256
 
     def _prepare(

@@ -404,6 +404,15 @@ class Glm5(nn.Module):
         return self.kernels.add_rms_norm(residual_TM, update_TM, self.model.norm.weight, self.model.norm.eps)
 
     @torch.inference_mode()
+    def join_step(self) -> None:
+        """Takes part in a step in which this rank has no tokens, and others do: its experts are needed."""
+        weight = self.lm_head.weight
+        x_TM = torch.empty(0, self.config.hidden_size, dtype=weight.dtype, device=weight.device)
+        for layer in self.model.layers[: self.config.num_hidden_layers]:
+            if isinstance(layer, DecoderLayer) and isinstance(layer.mlp, MoE):
+                layer.mlp(x_TM)
+
+    @torch.inference_mode()
     def compute_logits(self, hidden_LM: Tensor) -> Tensor:
         """fp32 [L, vocab_size], on every rank."""
         return self.parallel.all_gather(self.kernels.linear(hidden_LM, self.lm_head.weight), -1).float()

@@ -18,6 +18,7 @@ unknown then takes its next slice all the same (the worker has the token), which
 from __future__ import annotations
 
 from collections import Counter, deque
+from itertools import count
 from typing import TYPE_CHECKING
 
 from glm5ray.errors import RequestError
@@ -33,7 +34,7 @@ from glm5ray.scheduler.sequence_pages import SequencePages
 from glm5ray.scheduler.stats import SchedulerStats
 
 if TYPE_CHECKING:
-    from collections.abc import Collection
+    from collections.abc import Collection, Iterator
 
     from glm5ray.config import SchedulerSection
     from glm5ray.protocol import Capacity, GenerateRequest, TokenLogprobs
@@ -46,8 +47,15 @@ class Scheduler:
     policies."""
 
     def __init__(
-        self, config: SchedulerSection, capacity: Capacity, *, prefix_caching: bool = True, epoch: int = 0
+        self,
+        config: SchedulerSection,
+        capacity: Capacity,
+        *,
+        prefix_caching: bool = True,
+        epoch: int = 0,
+        seq_ids: Iterator[int] | None = None,
     ) -> None:
+        """``seq_ids``: growing numbers for the sequences; by default all from 0."""
         self.limits = RequestLimits(config, capacity)
         self._config = config
         self._capacity = capacity
@@ -56,7 +64,7 @@ class Scheduler:
         self._live = LiveRequests()
         self._pages = SequencePages(capacity, prefix_caching=prefix_caching)
         self._admission = Admission(config, self._pages)
-        self._last_seq_id = -1
+        self._seq_ids = count() if seq_ids is None else seq_ids
 
         self._num_steps = 0
         self._num_tokens_scheduled = 0
@@ -96,6 +104,20 @@ class Scheduler:
         return len(self._admission.waiting) + self._live.num_parked
 
     @property
+    def num_in_flight(self) -> int:
+        """Steps that were scheduled and not updated."""
+        return len(self._flights)
+
+    @property
+    def is_on_probation(self) -> bool:
+        """Whether suspects of having killed the workers run one by one (:mod:`glm5ray.scheduler.probation`)."""
+        return self._admission.probation.is_on
+
+    def has_request(self, request_id: str) -> bool:
+        """Whether a request of this id is unfinished."""
+        return request_id in self._live
+
+    @property
     def num_running(self) -> int:
         """Sequences that hold pages."""
         return len(self._live) - self.num_waiting
@@ -116,9 +138,8 @@ class Scheduler:
         priority = request.priority if self._config.policy == "priority" else 0
         siblings = []
         for index in range(sampling.n):
-            self._last_seq_id += 1
             seq = Sequence(
-                seq_id=self._last_seq_id,
+                seq_id=next(self._seq_ids),
                 request=request,
                 index=index,
                 max_len=max_len,

@@ -96,14 +96,19 @@ class Worker:
         assert step.epoch == self._epoch, f"a step of epoch {step.epoch} reached a worker of epoch {self._epoch}"
         assert step.step_id == self._next_step_id, f"step {step.step_id} came where {self._next_step_id} was due"
         self._next_step_id += 1
-        dropped, new = self._mirror.apply(step)
+        parallel = self._model.parallel
+        assert len(step.parts) == (parallel.dp_size if parallel.dp_size > 1 else 0), f"{len(step.parts)} parts"
+        part = step.parts[parallel.dp_rank] if step.parts else step
+        dropped, new = self._mirror.apply(part)
         for sequence in dropped:
             self._sampler.drop(sequence)
         for sequence in new:
             self._sampler.add(sequence)
-        if not step.seq_ids:
+        if not part.seq_ids:
+            if step.parts:
+                self._model.join_step()
             return StepOutput(epoch=step.epoch, step_id=step.step_id, seq_ids=[], token_ids=[])
-        built = self._mirror.build(step)
+        built = self._mirror.build(part)
         hidden_TH = self._model.forward_hidden(built.batch, self._cache)
         failed = self._find_failures(built, hidden_TH)
         prompt_logprobs = {

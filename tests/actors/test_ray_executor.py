@@ -80,6 +80,22 @@ def test_a_rank_that_exits_raises_or_hangs_is_a_pause(tmp_path: Path):
         with_client("faulty", body, timeout_s=180)
 
 
+def test_data_parallel_ranks_give_the_tokens_of_one_process():
+    """Four requests on two ranks with pages of their own; then one alone, so that the other rank has no tokens."""
+    from glm5ray.actors.ray_executor import ray_executor
+
+    async def body(client: RayEngineClient) -> None:
+        expected = one_process()
+        answers = await asyncio.gather(*(tokens_of(client, request(i)) for i in range(4)))
+        assert answers == [{0: (expected[f"r{i}"], "length")} for i in range(4)]
+        assert await tokens_of(client, request(3)) == answers[3]
+        assert (await client.status()).layout == "dp 2, ep 2"
+
+    config = load_config(None, [*SETTINGS, "parallel.dp_size=2", "parallel.ep_size=2"])
+    with running(EngineSpec(engine="groups", config=config, make_executor=ray_executor)):
+        with_client("groups", body, timeout_s=120)
+
+
 def test_an_engine_that_finds_no_room_says_what_is_missing():
     from glm5ray.actors.launch import start_engine
 

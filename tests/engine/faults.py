@@ -45,10 +45,11 @@ class DyingExecutor(FakeExecutor):
     def reach(self, step: StepInput) -> dict[str, int]:
         """request_id -> the highest position (plus one) of its slices in ``step``, which was not submitted yet."""
         names = {seq_id: new.request_id for seq_id, (new, _) in self._known.items()}
-        names |= {new.seq_id: new.request_id for new in step.new_sequences}
         reach: dict[str, int] = {}
-        for seq_id, start, count in step.slices():
-            reach[names[seq_id]] = max(start + count, reach.get(names[seq_id], 0))
+        for part in step.parts or (step,):
+            names |= {new.seq_id: new.request_id for new in part.new_sequences}
+            for seq_id, start, count in part.slices():
+                reach[names[seq_id]] = max(start + count, reach.get(names[seq_id], 0))
         return reach
 
     def submit(self, step: StepInput) -> PendingStep:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter, deque
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from glm5ray.config import SchedulerSection
 from glm5ray.errors import RequestError
-from glm5ray.protocol import FinishReason, GenerateRequest, SamplingParams, decode_step, encode_step
+from glm5ray.protocol import FinishReason, GenerateRequest, SamplingParams, decode_step, encode_step, merge_outputs
+from glm5ray.scheduler.data_parallel import DataParallelScheduler
 from glm5ray.scheduler.scheduler import Scheduler
 from tests.builders import make_capacity
 from tests.scheduler.client_record import ClientRecord
@@ -31,8 +33,9 @@ def next_token(request_id: str, index: int, position: int) -> int:
 class RandomRun:
     """One engine's life. ``rng`` decides everything, so a seed (or Hypothesis) repeats it."""
 
-    def __init__(self, rng: Random) -> None:
+    def __init__(self, rng: Random, dp_size: int = 1) -> None:
         self.rng = rng
+        self.dp_size = dp_size
         self.counts: Counter[str] = Counter()
         self.trace: list[bytes] = []
         page_size = rng.randint(1, 16)
@@ -51,7 +54,12 @@ class RandomRun:
         )
         self.is_overlapped = rng.random() < 0.6
         self.fails_often = rng.random() < 0.3
-        self.scheduler = Scheduler(self.config, self.capacity, prefix_caching=rng.random() < 0.8)
+        prefix_caching = rng.random() < 0.8
+        self.scheduler = (
+            Scheduler(self.config, self.capacity, prefix_caching=prefix_caching)
+            if dp_size == 1
+            else DataParallelScheduler(self.config, self.capacity, dp_size, prefix_caching=prefix_caching)
+        )
         num_slots = self.capacity.num_pages * page_size
         self.client = ClientRecord(next_token, EOS, self.capacity.max_model_len, num_slots)
         self.prefixes = [[rng.randint(0, 2) for _ in range(40)] for _ in range(2)]
@@ -60,12 +68,15 @@ class RandomRun:
         self._start_worker()
 
     def _start_worker(self) -> None:
-        self.worker = ShadowWorker(
-            self.capacity,
-            next_token,
-            max_num_seqs=self.config.max_num_seqs,
-            max_tokens=self.config.max_num_batched_tokens,
-        )
+        self.workers = [
+            ShadowWorker(
+                self.capacity,
+                next_token,
+                max_num_seqs=self.config.max_num_seqs,
+                max_tokens=self.config.max_num_batched_tokens,
+            )
+            for _ in range(self.dp_size)
+        ]
         self.in_flight: deque[tuple[StepInput, StepOutput]] = deque()
         self.tokens_at_start: dict[int, int] = {}
         self.names: dict[int, tuple[str, int]] = {}
@@ -108,7 +119,12 @@ class RandomRun:
         data = encode_step(step)
         assert decode_step(data) == step
         self.trace.append(data)
-        self.in_flight.append((step, self.worker.execute(step, fails=self._fails)))
+        outputs = [
+            worker.execute(part, fails=self._fails)
+            for worker, part in zip(self.workers, step.parts or (step,), strict=True)
+            if part.seq_ids
+        ]
+        self.in_flight.append((step, merge_outputs([replace(output, step_id=step.step_id) for output in outputs])))
 
     def update(self) -> None:
         step, output = self.in_flight.popleft()
@@ -122,7 +138,7 @@ class RandomRun:
         failed = {(event.request_id, event.index) for event in events if event.finish_reason is FinishReason.ERROR}
         for seq_id in output.failed:
             if self.names[seq_id] in failed:
-                self.worker.poison(seq_id)
+                self.workers[seq_id % self.dp_size].poison(seq_id)
 
     def add(self) -> None:
         request = self._random_request(str(self.next_request))
@@ -172,7 +188,7 @@ class RandomRun:
 
     def _check_progress(self, step: StepInput) -> None:
         """Between two preemptions each sequence gains a token."""
-        for new in step.new_sequences:
+        for new in (new for part in step.parts or (step,) for new in part.new_sequences):
             num_tokens = len(new.token_ids)
             assert num_tokens > self.tokens_at_start.get(new.seq_id, 0), f"{new.seq_id} came back with nothing gained"
             self.tokens_at_start[new.seq_id] = num_tokens
@@ -182,7 +198,7 @@ class RandomRun:
         stats = self.scheduler.stats()
         assert self.client.unfinished == []
         assert stats.num_running == stats.num_waiting == stats.num_pages_held == 0
-        assert stats.num_pages_free + stats.num_pages_idle == self.capacity.num_pages
+        assert stats.num_pages_free + stats.num_pages_idle == self.capacity.num_pages * self.dp_size
         assert sum(stats.num_finished.values()) == len(self.client.answers)
         assert stats.num_corrupted + stats.num_quarantined == self.counts["error"]
         assert stats.num_finished.get("error", 0) == self.counts["error"]
