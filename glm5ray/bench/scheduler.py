@@ -100,8 +100,9 @@ def _one_run(num_seqs: int, steps: int, prompt_tokens: int) -> dict[str, float]:
     return {name: round(median(times), 1) for name, times in zip(names, (schedule_us, update_us, step_us), strict=True)}
 
 
-def _all_decoding(num_seqs: int, prompt_tokens: int, num_steps: int) -> Scheduler:
-    """A scheduler with ``num_seqs`` sequences behind their prompts, which differ in length by up to one page."""
+def waiting_scheduler(num_seqs: int, prompt_tokens: int, num_steps: int) -> Scheduler:
+    """A scheduler whose first step computes the prompts of ``num_seqs`` sequences, which differ in length by up to one
+    page, and which then decode for at least ``num_steps`` steps."""
     longest = prompt_tokens + PAGE_SIZE + num_steps + 2
     capacity = Capacity(
         num_pages=num_seqs * (longest // PAGE_SIZE + 2),
@@ -116,6 +117,12 @@ def _all_decoding(num_seqs: int, prompt_tokens: int, num_steps: int) -> Schedule
         prompt = tuple((i * 7919 + at * 31) % VOCAB_SIZE for at in range(prompt_tokens + i % PAGE_SIZE))
         sampling = SamplingParams(max_tokens=num_steps + 2)
         scheduler.add(GenerateRequest(request_id=f"cmpl-{i:08d}", prompt_token_ids=prompt, sampling=sampling))
+    return scheduler
+
+
+def _all_decoding(num_seqs: int, prompt_tokens: int, num_steps: int) -> Scheduler:
+    """The same behind the prompts."""
+    scheduler = waiting_scheduler(num_seqs, prompt_tokens, num_steps)
     step = scheduler.schedule()
     assert step is not None, "nothing to schedule"
     assert len(step.seq_ids) == num_seqs, f"{len(step.seq_ids)} of {num_seqs} sequences were admitted"

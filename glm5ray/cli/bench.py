@@ -8,7 +8,9 @@ import typer
 
 from glm5ray.cli import options
 
-app = typer.Typer(help="Measure the scheduler, or the whole engine in this process.", no_args_is_help=True)
+app = typer.Typer(
+    help="Measure the scheduler, the way to the ranks, or the whole engine in this process.", no_args_is_help=True
+)
 
 
 def _numbers(text: str, name: str) -> tuple[int, ...]:
@@ -41,6 +43,31 @@ def scheduler_command(
     report = run_scheduler_bench(_numbers(num_seqs, "--num-seqs"), progress=lambda line: typer.echo(line, err=True))
     for row in report["results"]:
         _print_row(row)
+    if json_output:
+        options.print_json(report)
+
+
+@app.command("channel")
+def channel_command(
+    ranks: Annotated[int, typer.Option("--ranks", min=1, help="Number of actors.")] = 2,
+    sequences: Annotated[int, typer.Option("--sequences", min=1, help="That decode in each step.")] = 256,
+    steps: Annotated[int, typer.Option("--steps", min=2, help="That are timed.")] = 1000,
+    json_output: options.Json = False,
+) -> None:
+    """Cost of a step's way to Ray actors and back, without a model, beside the same loop in one process.
+
+    \b
+    Example:
+      glm5ray bench channel --ranks 2 --sequences 256 --json
+    """
+    from glm5ray.actors.channel_bench import fixed_token_ranks
+    from glm5ray.bench.channel import run_channel_bench
+
+    with fixed_token_ranks(ranks) as executor:
+        report = run_channel_bench(executor, num_ranks=ranks, num_seqs=sequences, steps=steps)
+    for name in ("actors", "in_process"):
+        _print_row({"": name, **report[name]})
+    _print_row({"overhead_us": report["overhead_us"]})
     if json_output:
         options.print_json(report)
 
