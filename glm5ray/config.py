@@ -287,5 +287,10 @@ def _check_ranges(config: EngineConfig) -> None:
             f"parallel.ep_size is {parallel.ep_size}; with parallel.dp_size {parallel.dp_size} and parallel.tp_size "
             f"{parallel.tp_size} all {parallel.world_size} ranks share the experts: set it to {parallel.world_size}"
         )
+    if parallel.ep_size > 1 and parallel.ep_size % parallel.tp_size:
+        raise ConfigError(
+            f"parallel.ep_size is {parallel.ep_size} and parallel.tp_size is {parallel.tp_size}; both split the same "
+            "ranks, so ep_size must be 1 or a multiple of tp_size"
+        )
     if not 0.0 < config.cache.memory_fraction <= 1.0:
         raise ConfigError(f"cache.memory_fraction is {config.cache.memory_fraction}; it must be above 0 and at most 1")

@@ -49,7 +49,8 @@ def one_process() -> dict[str, list[int]]:
     return {result.request_id: list(result.choices[0].token_ids) for result in results}
 
 
-def test_a_rank_that_exits_raises_or_hangs_is_a_pause(tmp_path: Path):
+@pytest.mark.parametrize(("layout", "sizes"), [("tp 2", {"tp": 2}), ("dp 2, ep 2", {"dp": 2, "ep": 2})])
+def test_a_rank_that_exits_raises_or_hangs_is_a_pause(tmp_path: Path, layout: str, sizes: dict[str, int]):
     """Three faults in a row, in one run of two ranks."""
     states: list[EngineState] = []
 
@@ -66,12 +67,12 @@ def test_a_rank_that_exits_raises_or_hangs_is_a_pause(tmp_path: Path):
         assert answers == [{0: (expected[f"r{i}"], "length")} for i in range(4)]
         assert len(os.listdir(tmp_path)) == 3
         status = await client.status()
-        assert (status.state, status.num_restarts, status.layout) == (EngineState.READY, 3, "tp 2")
+        assert (status.state, status.num_restarts, status.layout) == (EngineState.READY, 3, layout)
         assert EngineState.RECOVERING in states
 
     spec = EngineSpec(
         engine="faulty",
-        config=load_config(None, [*SETTINGS, "parallel.tp_size=2"]),
+        config=load_config(None, [*SETTINGS, *(f"parallel.{name}_size={size}" for name, size in sizes.items())]),
         make_executor=partial(engines.faulty, str(tmp_path)),
         step_timeout_s=4.0,
         stalled_after_s=1.0,

@@ -107,6 +107,8 @@ def test_a_step_has_a_part_for_each_group() -> None:
 def test_layouts_that_do_not_go_together() -> None:
     with pytest.raises(ConfigError, match=r"ep_size is 2; with parallel.dp_size 2 .* set it to 4"):
         load_config(None, ["parallel.dp_size=2", "parallel.tp_size=2", "parallel.ep_size=2"])
+    with pytest.raises(ConfigError, match="ep_size must be 1 or a multiple of tp_size"):
+        load_config(None, ["parallel.tp_size=4", "parallel.ep_size=2"])
     with pytest.raises(ConfigError, match="must be their product"):
         ParallelContext(ep_size=3, dp_size=2)
     config = load_config(None, ["parallel.dp_size=2", "parallel.tp_size=2", "parallel.ep_size=4"])
