@@ -22,7 +22,6 @@ from glm5ray.actors.spec import EngineSpec
 from glm5ray.engine.client import EngineState
 from glm5ray.engine.llm import LLM
 from glm5ray.errors import ConfigError, EngineUnavailable
-from glm5ray.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -194,9 +193,10 @@ def open_llm(
 
 
 def _llm_over(core: RemoteCore) -> LLM:
+    from glm5ray.model.byte_tokenizer import tokenizer_of
     from glm5ray.model.weights import resolve_checkpoint  # brings torch, which servers and status commands do without
 
-    tokenizer = Tokenizer.from_checkpoint(resolve_checkpoint(core.info.model_path))
+    tokenizer = tokenizer_of(resolve_checkpoint(core.info.model_path), core.config.model.load_format)
     return LLM.from_core(core, tokenizer, core.config)
 
 

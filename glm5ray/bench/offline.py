@@ -52,7 +52,7 @@ def run_offline_bench(
             )
         results = []
         for number in concurrency:
-            row = _measure(llm, number, prompt_tokens, new_tokens, repetitions, seed)
+            row = measure_row(llm, number, prompt_tokens, new_tokens, repetitions, seed)
             results.append(row)
             if on_row is not None:
                 on_row(row)
@@ -70,15 +70,18 @@ def run_offline_bench(
         }
 
 
-def _measure(llm: LLM, number: int, prompt_tokens: int, new_tokens: int, repetitions: int, seed: int) -> dict[str, Any]:
+def measure_row(
+    llm: LLM, number: int, prompt_tokens: int, new_tokens: int, repetitions: int, seed: int
+) -> dict[str, Any]:
+    """One row: ``number`` prompts at once; medians of ``repetitions``, after a warm-up."""
     rng = Random(seed)
     vocab = llm.capacity.vocab_size
     prompts = [tuple(rng.randrange(vocab) for _ in range(prompt_tokens)) for _ in range(number)]
-    _timed(llm, prompts, min(4, new_tokens))
+    timed(llm, prompts, min(4, new_tokens))
     prefill_s, total_s = [], []
     for _ in range(repetitions):
-        prefill_s.append(_timed(llm, prompts, 1))
-        total_s.append(_timed(llm, prompts, new_tokens + 1))
+        prefill_s.append(timed(llm, prompts, 1))
+        total_s.append(timed(llm, prompts, new_tokens + 1))
     prefill, total = median(prefill_s), median(total_s)
     decode = max(total - prefill, 1e-9)
     return {
@@ -91,7 +94,7 @@ def _measure(llm: LLM, number: int, prompt_tokens: int, new_tokens: int, repetit
     }
 
 
-def _timed(llm: LLM, prompts: Sequence[tuple[int, ...]], max_tokens: int) -> float:
+def timed(llm: LLM, prompts: Sequence[tuple[int, ...]], max_tokens: int) -> float:
     """Wall seconds until all prompts have ``max_tokens`` new tokens. A request that fails is an error, not a fast
     one."""
     params = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)

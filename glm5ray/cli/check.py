@@ -62,6 +62,7 @@ def _report(settings: EngineConfig, memory_gib: float | None) -> dict[str, Any]:
     from glm5ray.kernels.select import kernel_table
     from glm5ray.model.load_plan import plan_weights
     from glm5ray.model.name_table import ShardSpec
+    from glm5ray.model.packed import packs_experts
     from glm5ray.model.weights import resolve_checkpoint
     from glm5ray.model_config import ModelConfig
     from glm5ray.worker.worker import pick_device, pick_dtype
@@ -75,21 +76,29 @@ def _report(settings: EngineConfig, memory_gib: float | None) -> dict[str, Any]:
     device = "cuda" if memory_gib is not None else pick_device(settings.model.device)
     dtype = str(pick_dtype(settings.model.dtype, model, device)).removeprefix("torch.")
     shard = ShardSpec(tp_size=settings.parallel.tp_size, ep_size=settings.parallel.ep_size)
-    weights = plan_weights(model, shard, dtype=dtype)
+    packed = packs_experts(settings.model.weights, model, device)
+    weights = plan_weights(model, shard, dtype=dtype, packed_experts=packed)
+    nvfp4_ops = frozenset({"experts"} if packed else ())
     return {
         "config": settings.to_dict(),
         "device": device,
         "dtype": dtype,
-        "kernels": [entry._asdict() for entry in kernel_table(settings.kernels, device)],
+        "kernels": [entry._asdict() for entry in kernel_table(settings.kernels, device, nvfp4_ops)],
         "memory": {
             "weights_bytes": {str(part): num_bytes for part, num_bytes in weights.bytes_by_part.items()},
-            **_pages(settings, model, shard, device, dtype, memory_gib),
+            **_pages(settings, model, shard, device, dtype, memory_gib, packed),
         },
     }
 
 
 def _pages(
-    settings: EngineConfig, model: ModelConfig, shard: ShardSpec, device: str, dtype: str, memory_gib: float | None
+    settings: EngineConfig,
+    model: ModelConfig,
+    shard: ShardSpec,
+    device: str,
+    dtype: str,
+    memory_gib: float | None,
+    packed_experts: bool,
 ) -> dict[str, int]:
     """The pages that the worker would allocate. On a GPU they share its memory with the weights."""
     import torch
@@ -110,6 +119,7 @@ def _pages(
             dtype=dtype,
             latent=latent,
             index=index,
+            packed_experts=packed_experts,
         )
         cache = replace(cache, num_pages=plan.num_pages)
     capacity = plan_capacity(model, cache, settings.scheduler, getattr(torch, dtype), device)

@@ -96,6 +96,7 @@ class LLM:
         ``progress(done_bytes, total_bytes)`` is called while weights are read. Raises :class:`CheckpointError` and
         :class:`ConfigError`.
         """
+        from glm5ray.model.byte_tokenizer import tokenizer_of
         from glm5ray.model.weights import resolve_checkpoint
         from glm5ray.worker.worker import Worker, pick_device
 
@@ -112,7 +113,7 @@ class LLM:
             if not isinstance(model, str | PathLike):
                 raise ConfigError(f"model is {model!r}; it must be a folder's path or the name of a model")
             config = replace(config, model=replace(config.model, path=str(model)))
-        tokenizer = Tokenizer.from_checkpoint(resolve_checkpoint(config.model.path))
+        tokenizer = tokenizer_of(resolve_checkpoint(config.model.path), config.model.load_format)
         overlap = config.scheduler.overlap
         if overlap == "auto":
             overlap = pick_device(config.model.device) == "cuda"

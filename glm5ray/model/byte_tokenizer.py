@@ -7,10 +7,11 @@ token for the roles: the chat template writes ``<|user|>`` and the like as text.
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
 
-if TYPE_CHECKING:
-    from pathlib import Path
+from glm5ray.tokenizer import Tokenizer
 
 EOS_TOKEN_ID = 256
 MARKERS = (
@@ -136,3 +137,14 @@ def _letters_of_bytes() -> list[str]:
     printable = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
     others = [byte for byte in range(256) if byte not in printable]
     return [chr(byte) if byte in printable else chr(256 + others.index(byte)) for byte in range(256)]
+
+
+def tokenizer_of(folder: Path, load_format: str, max_length: int = 2**20) -> Tokenizer:
+    """The checkpoint's tokenizer; under ``model.load_format=dummy``, where a folder may have none, one of bytes.
+
+    Raises :class:`CheckpointError` as :meth:`Tokenizer.from_checkpoint`."""
+    if load_format != "dummy" or (folder / "tokenizer.json").exists():
+        return Tokenizer.from_checkpoint(folder)
+    with TemporaryDirectory(prefix="glm5ray-") as scratch:
+        write_byte_tokenizer(Path(scratch), max_length)
+        return Tokenizer.from_checkpoint(scratch)

@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import nn
 
-from glm5ray.kernels.interface import ExpertWeights, RouterSettings
+from glm5ray.kernels.interface import ExpertWeights, Nvfp4ExpertWeights, RouterSettings
 from glm5ray.model.expert_parallel import run_across_ranks
 from glm5ray.model.layers import LayerNorm, Linear, RMSNorm, VocabEmbedding, fuse, parameter
+from glm5ray.model.packed import packed_shapes
 from glm5ray.parallel import shard_size
 
 if TYPE_CHECKING:
@@ -42,6 +43,7 @@ class Build:
     parallel: ParallelContext
     dtype: torch.dtype
     latent_eps: float
+    packed_experts: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,7 +205,7 @@ class Router(nn.Module):
 
 
 class RoutedExperts(nn.Module):
-    """This rank's experts, stacked; of each the columns that this rank holds."""
+    """This rank's experts, stacked; of each the columns that this rank holds. They may stay in NVFP4."""
 
     def __init__(self, build: Build) -> None:
         super().__init__()
@@ -212,10 +214,22 @@ class RoutedExperts(nn.Module):
         num_experts = self.num_experts = shard_size(config.n_routed_experts, parallel.ep_size, "n_routed_experts")
         width = shard_size(config.moe_intermediate_size, parallel.expert_tp_size, "moe_intermediate_size")
         self.first_expert = parallel.ep_rank * num_experts
-        self.gate_up_proj = parameter(num_experts, 2 * width, config.hidden_size, dtype=build.dtype)
-        self.down_proj = parameter(num_experts, config.hidden_size, width, dtype=build.dtype)
+        self.is_packed = build.packed_experts
+        shapes = {
+            "gate_up_proj": (num_experts, 2 * width, config.hidden_size),
+            "down_proj": (num_experts, config.hidden_size, width),
+        }
+        for stack, stack_shape in shapes.items():
+            if self.is_packed:
+                for suffix, (shape, dtype) in packed_shapes(stack_shape, stack).items():
+                    self.register_parameter(f"{stack}_{suffix}", parameter(*shape, dtype=dtype))
+            else:
+                self.register_parameter(stack, parameter(*stack_shape, dtype=build.dtype))
 
     def prepare(self) -> None:
+        if self.is_packed:
+            self._prepare_packed()
+            return
         self.weights = self.kernels.experts.pack(
             ExpertWeights(
                 gate_up_EFM=self.gate_up_proj.data, down_EMF=self.down_proj.data, first_expert=self.first_expert
@@ -223,6 +237,21 @@ class RoutedExperts(nn.Module):
         )
         # the parameters become the packed tensors, so that nothing is held twice
         self.gate_up_proj.data, self.down_proj.data = self.weights.gate_up_EFM, self.weights.down_EMF
+
+    def _prepare_packed(self) -> None:
+        self.weights = self.kernels.experts.pack(
+            Nvfp4ExpertWeights(
+                gate_up_packed=self.gate_up_proj_packed.data,
+                gate_up_scales=self.gate_up_proj_scales.data,
+                gate_up_global=self.gate_up_proj_global.data,
+                down_packed=self.down_proj_packed.data,
+                down_scales=self.down_proj_scales.data,
+                down_global=self.down_proj_global.data,
+                first_expert=self.first_expert,
+            )
+        )
+        for name in list(self._parameters):  # what the provider keeps of them, ``weights`` holds
+            delattr(self, name)
 
     def forward(self, x_TM: Tensor, ids_TA: Tensor, weights_TA: Tensor) -> Tensor:
         """The part of these experts [T, M]; ids are those of the whole model."""
@@ -364,10 +393,11 @@ class Glm5(nn.Module):
         dtype: torch.dtype,
         norm_eps: Literal["checkpoint", "huggingface"] = "checkpoint",
         with_mtp: bool = False,
+        packed_experts: bool = False,
     ) -> None:
         super().__init__()
         latent_eps = HF_LATENT_NORM_EPS if norm_eps == "huggingface" else config.rms_norm_eps
-        build = Build(config, kernels, parallel, dtype, latent_eps)
+        build = Build(config, kernels, parallel, dtype, latent_eps, packed_experts)
         self.config, self.kernels, self.parallel = config, kernels, parallel
         self.model = Backbone(build, with_mtp=with_mtp)
         self.lm_head = Linear(config.hidden_size, self.model.embed_tokens.num_rows, dtype)

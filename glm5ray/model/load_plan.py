@@ -74,12 +74,13 @@ def plan_weights(
     dtype: str = "bfloat16",
     with_mtp: bool = False,
     keep_quantized: bool = False,
+    packed_experts: bool = False,
 ) -> WeightPlan:
     """The weights of one rank, part by part; the MTP layer is a part of its own.
 
     They are counted as :func:`glm5ray.model.weights.load_shard` holds them, dequantised to ``dtype``; or, with
     ``keep_quantized``, as they lie in the files, by what ``config.json`` says is quantised
-    (:class:`glm5ray.quantization.formats.QuantizationClaim`).
+    (:class:`glm5ray.quantization.formats.QuantizationClaim`); ``packed_experts``: of the routed experts only.
     """
     shard = shard or ShardSpec()
     check_shard(config, shard)
@@ -93,7 +94,8 @@ def plan_weights(
         count = len(experts) if spec.expert is not None else 1
         part = ModelPart.MTP if spec.is_mtp else spec.part
         rows, columns = len(place.rows), 1 if place.columns is None else len(place.columns)
-        form = claim.format_of(spec.module) if keep_quantized and spec.is_linear else PLAIN
+        keep = keep_quantized or (packed_experts and spec.expert is not None)
+        form = claim.format_of(spec.module) if keep and spec.is_linear else PLAIN
         size = DTYPE_SIZES["float32" if spec.keep_float32 else dtype]
         parameters[part] += count * rows * columns
         num_bytes[part] += count * form.stored_bytes(rows, columns, plain_bytes=size)
@@ -121,12 +123,15 @@ def plan_memory(
     index: IndexRow = "bfloat16",
     with_mtp: bool = False,
     keep_quantized: bool = False,
+    packed_experts: bool = False,
 ) -> MemoryPlan:
     """How many pages there are beside the weights in ``memory_bytes`` of one rank.
 
     Raises :class:`ConfigError` if not even one fits.
     """
-    weights = plan_weights(config, shard, dtype=dtype, with_mtp=with_mtp, keep_quantized=keep_quantized)
+    weights = plan_weights(
+        config, shard, dtype=dtype, with_mtp=with_mtp, keep_quantized=keep_quantized, packed_experts=packed_experts
+    )
     per_token = kv_bytes_per_token(config, latent=latent, index=index, with_mtp=with_mtp)
     num_pages = (memory_bytes - weights.total_bytes) // (per_token * page_size)
     if num_pages < 1:

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from glm5ray.errors import CheckpointError
+from glm5ray.model import packed
 from glm5ray.model.matching import match_weights
 from glm5ray.model.name_table import ShardSpec, check_shard, place_weight
 from glm5ray.model.safetensors_reader import CheckpointFiles
@@ -72,6 +73,7 @@ def load_shard(
     dtype: torch.dtype,
     device: torch.device | str = "cpu",
     with_mtp: bool = False,
+    packed_experts: bool = False,
     progress: Callable[[int, int], None] | None = None,
 ) -> dict[str, Tensor]:
     """The parameters of one rank: ``{name: tensor on device}``, in the order of the forward pass.
@@ -79,7 +81,8 @@ def load_shard(
     Names are the checkpoint's; routed experts are stacked as ``mlp.experts.gate_up_proj [E_local, 2 I_local, H]``
     (gate rows first) and ``mlp.experts.down_proj [E_local, H, I_local]``. Quantised weights are dequantised to
     ``dtype``; router and index head weights are float32. MTP layers, at ``model.layers.{num_hidden_layers}``, are
-    read only ``with_mtp``. Beside the parameters themselves, memory holds one weight at a time. ``progress(done,
+    read only ``with_mtp``. ``packed_experts`` stay in NVFP4, as three tensors for each stack
+    (:mod:`glm5ray.model.packed`). Beside the parameters themselves, memory holds one weight at a time. ``progress(done,
     total)`` is called with bytes of the files, of this rank's part.
 
     Raises :class:`CheckpointError` for what is wrong with the files and :class:`ConfigError` for a shard that the
@@ -95,13 +98,16 @@ def load_shard(
     placed = [(w, place) for w in weights if (place := place_weight(w.spec, config, shard)) is not None]
     parameters: dict[str, Tensor] = {}
     for weight, place in placed:
-        if weight.spec.parameter not in parameters:
+        if packed_experts and weight.spec.expert is not None:
+            packed.require_nvfp4(weight)
+            packed.allocate(parameters, place, weight.spec.parameter, device)
+        elif weight.spec.parameter not in parameters:
             kind = torch.float32 if weight.spec.keep_float32 else dtype
             parameters[weight.spec.parameter] = torch.empty(place.parameter_shape, dtype=kind, device=device)
     total = sum(weight.bytes_to_read(place) for weight, place in placed)
     in_file_order = sorted(placed, key=lambda pair: (pair[0].first.file, pair[0].first.start))
     for i, (weight, place) in enumerate(in_file_order):
-        _fill(files, weight, place, parameters[weight.spec.parameter])
+        _fill(files, weight, place, parameters)
         if i + 1 == len(in_file_order) or in_file_order[i + 1][0].first.file != weight.first.file:
             files.release(weight.first.file)
         if progress is not None:
@@ -109,7 +115,7 @@ def load_shard(
     return parameters
 
 
-def _fill(files: CheckpointFiles, weight: StoredWeight, place: Placement, parameter: Tensor) -> None:
+def _fill(files: CheckpointFiles, weight: StoredWeight, place: Placement, parameters: dict[str, Tensor]) -> None:
     """Reads, dequantises and copies one weight's piece to its place."""
     form, first = weight.format, weight.first
     parts = {suffix: files.read(entry, rows, columns) for suffix, entry, rows, columns in weight.pieces(place)}
@@ -119,6 +125,10 @@ def _fill(files: CheckpointFiles, weight: StoredWeight, place: Placement, parame
         raise CheckpointError(f"{entry.file}: {entry.name} {fault[1]}")
     if len(first.shape) == 1 and not bool(torch.isfinite(parts["weight"]).all()):
         raise CheckpointError(f"{first.file}: {first.name} holds NaN or infinity")
+    if weight.spec.parameter not in parameters:
+        packed.fill(weight, place, parts, parameters)
+        return
+    parameter = parameters[weight.spec.parameter]
     values = dequantize(form, parts, parameter.dtype)
     # Whole blocks were read; the piece may begin inside one.
     row_skip = place.rows.start % form.block[0]

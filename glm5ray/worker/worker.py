@@ -12,7 +12,9 @@ import torch
 from glm5ray.errors import ConfigError
 from glm5ray.kernels.select import select_kernels
 from glm5ray.model.cache import PagedCache, kv_dtype
+from glm5ray.model.dummy import dummy_state
 from glm5ray.model.glm5 import Glm5
+from glm5ray.model.packed import packs_experts
 from glm5ray.model.weights import ShardSpec, load_shard, resolve_checkpoint
 from glm5ray.model_config import ModelConfig
 from glm5ray.parallel import ParallelContext
@@ -69,19 +71,28 @@ class Worker:
         model_config = ModelConfig.from_checkpoint(folder)
         device = pick_device(config.model.device)
         dtype = pick_dtype(config.model.dtype, model_config, device)
+        packed = packs_experts(config.model.weights, model_config, device)
         model = Glm5(
             model_config,
-            select_kernels(config.kernels, device),
+            select_kernels(config.kernels, device, frozenset({"experts"} if packed else ())),
             parallel,
             dtype=dtype,
             norm_eps=config.model.norm_eps,
+            packed_experts=packed,
         )
         started = time.perf_counter()
         shard = ShardSpec(parallel.tp_rank, parallel.tp_size, parallel.ep_rank, parallel.ep_size)
-        state = load_shard(folder, model_config, shard, dtype=dtype, device=device, progress=progress)
+        if config.model.load_format == "dummy":
+            state = dummy_state(model, device)
+        else:
+            state = load_shard(
+                folder, model_config, shard, dtype=dtype, device=device, packed_experts=packed, progress=progress
+            )
         model.load_state_dict(state, strict=True, assign=True)
         del state
         model.prepare()
+        if device.startswith("cuda"):
+            torch.cuda.empty_cache()  # what packing freed counts as room for pages
         logger.info("loaded model=%s seconds=%.1f", folder, time.perf_counter() - started)
         capacity = plan_capacity(model_config, config.cache, config.scheduler, dtype, device)
         row = kv_dtype(config.cache.kv_dtype, dtype)

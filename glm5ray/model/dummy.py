@@ -1,0 +1,44 @@
+"""Random weights in the real layout, made on the device: to measure a model whose files are not here.
+
+Matrices are normal with deviation 0.02, norms are one, biases zero. Routing by such weights is nearly uniform. Every
+rank draws a weight from a seed of its name, so what ranks hold in common is equal; what they split is not a part of
+one larger matrix, so results depend on the layout."""
+
+from __future__ import annotations
+
+import zlib
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+DEVIATION = 0.02
+_E2M1_DEVIATION = 2.92
+"""Of an E2M1 number whose code is uniform."""
+_E4M3_ONE = 0x38
+
+
+def dummy_state(model: nn.Module, device: torch.device | str) -> dict[str, Tensor]:
+    """Values for all parameters of ``model``, which is on the meta device. The same in every run on one device."""
+    generator = torch.Generator(device)
+    state = {}
+    for name, parameter in model.state_dict().items():
+        generator.manual_seed(zlib.crc32(name.encode()))
+        state[name] = _values(name, parameter, generator)
+    return state
+
+
+def _values(name: str, like: Tensor, generator: torch.Generator) -> Tensor:
+    device = generator.device
+    if like.dtype == torch.uint8:
+        return torch.randint(0, 256, like.shape, dtype=torch.uint8, device=device, generator=generator)
+    if like.dtype == torch.float8_e4m3fn:
+        return torch.full(like.shape, _E4M3_ONE, dtype=torch.uint8, device=device).view(like.dtype)
+    if name.endswith("_global"):
+        return torch.full(like.shape, DEVIATION / _E2M1_DEVIATION, dtype=like.dtype, device=device)
+    if like.ndim == 1:
+        fill = torch.zeros if name.endswith("bias") else torch.ones
+        return fill(like.shape, dtype=like.dtype, device=device)
+    return torch.empty(like.shape, dtype=like.dtype, device=device).normal_(0.0, DEVIATION, generator=generator)

@@ -1,0 +1,119 @@
+"""Decode ladder and prefill of a slice of GLM-5 with random NVFP4 weights, on the GPU that is here.
+
+    python scripts/gpu_ladder.py [--json FILE] [--limit SECONDS] [--concurrency 1,10,...] [--set section.field=value]
+
+First the nano model's greedy tokens in float32 on the GPU are compared with the CPU's. Then, for each concurrency: n
+prompts of 256 random tokens at once, greedy, end-of-sequence ignored; ``prefill_s`` is the wall time with 1 new token,
+``total_s`` with 65, and ``tpot_ms = (total_s - prefill_s) / 64``; each measured once, after a warm-up. Last one prompt
+of 8,192 tokens. The report is written after every row, so that a limit leaves what was measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from importlib import resources
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import torch
+
+from glm5ray.bench.offline import measure_row, timed
+from glm5ray.bench.report import environment
+from glm5ray.config import load_config
+from glm5ray.engine.llm import LLM
+from glm5ray.engine.results import RequestFailure
+from glm5ray.protocol import GenerateRequest, SamplingParams
+
+SLICE = Path(str(resources.files("glm5ray"))) / "bench" / "slices" / "glm5-12l-nvfp4"
+SETTINGS = [
+    f"model.path={SLICE}",
+    "model.load_format=dummy",
+    "scheduler.max_num_seqs=1024",
+    "scheduler.max_num_batched_tokens=8192",
+    "scheduler.max_model_len=16384",
+    "cache.prefix_caching=false",
+]
+
+
+def nano_tokens(device: str) -> list[tuple[int, ...]]:
+    """Greedy tokens of eight prompts, in float32."""
+    config = load_config(None, [f"model.device={device}", "model.dtype=float32", "cache.num_pages=256"])
+    rng = Random(1)
+    requests = [
+        GenerateRequest(
+            request_id=str(i),
+            prompt_token_ids=tuple(rng.randrange(256) for _ in range(20 + 40 * i)),
+            sampling=SamplingParams(max_tokens=32, temperature=0.0, ignore_eos=True),
+        )
+        for i in range(8)
+    ]
+    with LLM(config=config) as llm:
+        results = {}
+        for result in llm.run(requests):
+            if isinstance(result, RequestFailure):
+                raise result.error
+            results[result.request_id] = result.choices[0].token_ids
+    return [results[request.request_id] for request in requests]
+
+
+def measure(report: dict[str, Any], arguments: argparse.Namespace, save: Any) -> None:
+    config = load_config(None, [*SETTINGS, *arguments.set])
+    started = time.perf_counter()
+    with LLM(config=config) as llm:
+        report["config"] = config.to_dict()
+        report["load_s"] = round(time.perf_counter() - started, 1)
+        report["memory_allocated_gb"] = round(torch.cuda.memory_allocated() / 1e9, 1)
+        report["capacity_tokens"] = llm.capacity.num_pages * llm.capacity.page_size
+        save()
+        for number in arguments.concurrency:
+            if time.perf_counter() - arguments.started > arguments.limit:
+                report["cut_short"] = f"before concurrency {number}: over {arguments.limit} s"
+                break
+            report["one_h200"].append(measure_row(llm, number, 256, 64, 1, 0))
+            print(report["one_h200"][-1], flush=True)
+            save()
+        rng = Random(2)
+        prompt = tuple(rng.randrange(llm.capacity.vocab_size) for _ in range(8192))
+        timed(llm, [prompt], 1)
+        report["prefill_8192_s"] = round(timed(llm, [prompt], 1), 4)
+        report["peak_memory_gb"] = round(torch.cuda.max_memory_allocated() / 1e9, 1)
+        save()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=Path, default=Path("gpu-ladder.json"))
+    parser.add_argument("--limit", type=float, default=150.0, help="seconds after which no further row is begun")
+    parser.add_argument(
+        "--concurrency", type=lambda text: [int(n) for n in text.split(",")], default="1,10,64,256,512,1024"
+    )
+    parser.add_argument("--set", action="append", default=[])
+    arguments = parser.parse_args()
+    arguments.started = time.perf_counter()
+    report: dict[str, Any] = {
+        "what": "glm5ray, one process, a 12-layer slice of GLM-5 (3 dense + 9 MoE layers), NVFP4 routed experts, the "
+        "rest BF16, random weights, BF16 KV cache",
+        "device": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+        "environment": environment(),
+        "one_h200": [],
+    }
+
+    def save() -> None:
+        arguments.json.write_text(json.dumps(report, indent=1) + "\n", "utf-8")
+
+    report["nano_greedy_equals_cpu"] = nano_tokens("cuda") == nano_tokens("cpu")
+    print("nano: greedy tokens on cuda equal the cpu's:", report["nano_greedy_equals_cpu"], flush=True)
+    save()
+    measure(report, arguments, save)
+    print("conc  prefill_s  total_s  tpot_ms  decode_tok_s")
+    for row in report["one_h200"]:
+        print("{conc:4d} {prefill_s:10.3f} {total_s:8.3f} {tpot_ms:8.3f} {decode_tok_s:13.1f}".format(**row))
+    print("prefill of 8,192 tokens:", report.get("prefill_8192_s"), "s")
+
+
+if __name__ == "__main__":
+    main()
