@@ -19,7 +19,6 @@ from glm5ray.engine.outputs import RequestOutput
 from glm5ray.engine.results import RequestFailure, RequestResult, TextDelta
 from glm5ray.errors import ConfigError, Glm5RayError, RequestError, WorkerDied
 from glm5ray.protocol import FinishReason, GenerateRequest, SamplingParams
-from glm5ray.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -28,6 +27,7 @@ if TYPE_CHECKING:
     from glm5ray.engine.executor import Executor
     from glm5ray.protocol import Capacity, TokenEvent
     from glm5ray.scheduler.stats import SchedulerStats
+    from glm5ray.tokenizer import Tokenizer
 
 Prompt = str | Sequence[int]
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -19,6 +18,9 @@ from glm5ray.model.weights import ShardSpec, load_shard
 from glm5ray.model_config import ModelConfig
 from glm5ray.protocol import GenerateRequest, SamplingParams
 from glm5ray.quantization.nvfp4 import dequantize_nvfp4
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 
 def greedy(folder: Path, **model: str) -> tuple[int, ...]:
