@@ -58,7 +58,8 @@ class ModelSection:
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto: cuda if there is one."""
     weights: Literal["auto", "packed", "dequantized"] = "auto"
-    """How NVFP4 experts are held: packed, as in the files, or dequantized to ``dtype``; auto: packed on a GPU."""
+    """How NVFP4 experts are held: packed, as in the files, or dequantized to ``dtype``; auto: packed on a GPU in
+    bfloat16."""
     load_format: Literal["checkpoint", "dummy"] = "checkpoint"
     """dummy: random weights in the layout that ``config.json`` in ``path`` describes; no other file is needed."""
 

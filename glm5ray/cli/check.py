@@ -76,7 +76,7 @@ def _report(settings: EngineConfig, memory_gib: float | None) -> dict[str, Any]:
     device = "cuda" if memory_gib is not None else pick_device(settings.model.device)
     dtype = str(pick_dtype(settings.model.dtype, model, device)).removeprefix("torch.")
     shard = ShardSpec(tp_size=settings.parallel.tp_size, ep_size=settings.parallel.ep_size)
-    packed = packs_experts(settings.model.weights, model, device)
+    packed = packs_experts(settings.model.weights, model, device, dtype)
     weights = plan_weights(model, shard, dtype=dtype, packed_experts=packed)
     nvfp4_ops = frozenset({"experts"} if packed else ())
     return {

@@ -239,14 +239,15 @@ class RoutedExperts(nn.Module):
         self.gate_up_proj.data, self.down_proj.data = self.weights.gate_up_EFM, self.weights.down_EMF
 
     def _prepare_packed(self) -> None:
+        held = {name: value.data for name, value in self.named_parameters(recurse=False)}
         self.weights = self.kernels.experts.pack(
             Nvfp4ExpertWeights(
-                gate_up_packed=self.gate_up_proj_packed.data,
-                gate_up_scales=self.gate_up_proj_scales.data,
-                gate_up_global=self.gate_up_proj_global.data,
-                down_packed=self.down_proj_packed.data,
-                down_scales=self.down_proj_scales.data,
-                down_global=self.down_proj_global.data,
+                gate_up_packed=held["gate_up_proj_packed"],
+                gate_up_scales=held["gate_up_proj_scales"],
+                gate_up_global=held["gate_up_proj_global"],
+                down_packed=held["down_proj_packed"],
+                down_scales=held["down_proj_scales"],
+                down_global=held["down_proj_global"],
                 first_expert=self.first_expert,
             )
         )

@@ -26,8 +26,9 @@ GROUP = 16
 """Columns of one scale."""
 
 
-def packs_experts(choice: WeightsChoice, config: ModelConfig, device: str) -> bool:
-    """Whether experts stay in NVFP4: as ``model.weights`` says; auto: on a GPU, if ``config.json`` says that they are.
+def packs_experts(choice: WeightsChoice, config: ModelConfig, device: str, dtype: str) -> bool:
+    """Whether experts stay in NVFP4: as ``model.weights`` says; auto: on a GPU in
+    bfloat16, which its kernels need, if ``config.json`` says that they are.
 
     Raises :class:`ConfigError` if they are to stay what they are not."""
     if "sparse" not in config.mlp_layer_types:
@@ -39,7 +40,9 @@ def packs_experts(choice: WeightsChoice, config: ModelConfig, device: str) -> bo
         raise ConfigError(
             f"model.weights is 'packed', and this checkpoint's experts are {form.name}, not NVFP4; set it to auto"
         )
-    return are_nvfp4 and (choice == "packed" or (choice == "auto" and device.startswith("cuda")))
+    return are_nvfp4 and (
+        choice == "packed" or (choice == "auto" and device.startswith("cuda") and dtype == "bfloat16")
+    )
 
 
 def packed_shapes(shape: tuple[int, ...], stack: str) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:

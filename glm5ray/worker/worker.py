@@ -71,7 +71,7 @@ class Worker:
         model_config = ModelConfig.from_checkpoint(folder)
         device = pick_device(config.model.device)
         dtype = pick_dtype(config.model.dtype, model_config, device)
-        packed = packs_experts(config.model.weights, model_config, device)
+        packed = packs_experts(config.model.weights, model_config, device, str(dtype).removeprefix("torch."))
         model = Glm5(
             model_config,
             select_kernels(config.kernels, device, frozenset({"experts"} if packed else ())),
