@@ -230,10 +230,9 @@ class RoutedExperts(nn.Module):
         if self.is_packed:
             self._prepare_packed()
             return
+        held = {name: value.data for name, value in self.named_parameters(recurse=False)}
         self.weights = self.kernels.experts.pack(
-            ExpertWeights(
-                gate_up_EFM=self.gate_up_proj.data, down_EMF=self.down_proj.data, first_expert=self.first_expert
-            )
+            ExpertWeights(gate_up_EFM=held["gate_up_proj"], down_EMF=held["down_proj"], first_expert=self.first_expert)
         )
         # the parameters become the packed tensors, so that nothing is held twice
         self.gate_up_proj.data, self.down_proj.data = self.weights.gate_up_EFM, self.weights.down_EMF
