@@ -34,6 +34,8 @@ _HIGHEST: dict[str, int] = {
     "cache.page_size": 2**16,
     "cache.num_pages": 2**31 - 1,
     "cache.cpu_memory_gib": 2**20,
+    "recovery.step_timeout_s": 2**20,
+    "recovery.stalled_after_s": 2**20,
     "scheduler.max_num_seqs": 2**20,
     "scheduler.max_num_batched_tokens": 2**24,
     "scheduler.max_model_len": 2**24,
@@ -123,6 +125,17 @@ class SchedulerSection:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class RecoverySection:
+    """When a step counts as one that hangs."""
+
+    step_timeout_s: float = 300.0
+    """Seconds after which the workers of a step that has not ended are replaced (engines in Ray). Long enough for
+    kernels that compile in their first step."""
+    stalled_after_s: float = 4.0
+    """Age of a step in seconds from which on the status says that the engine is stalled."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class EngineConfig:
     """All settings of one engine."""
 
@@ -130,6 +143,7 @@ class EngineConfig:
     parallel: ParallelSection = field(default_factory=ParallelSection)
     cache: CacheSection = field(default_factory=CacheSection)
     scheduler: SchedulerSection = field(default_factory=SchedulerSection)
+    recovery: RecoverySection = field(default_factory=RecoverySection)
     kernels: dict[str, str] = field(default_factory=dict)
     """Op -> provider (``mla_attention: reference``), or ``default`` -> provider for all that it can serve."""
 

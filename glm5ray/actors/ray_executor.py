@@ -86,11 +86,11 @@ class RayExecutor:
     def receive(self, step: StepInput) -> StepOutput:
         """Waits for the answers: rank 0's, or that of each data-parallel group's first rank. Raises
         :class:`WorkerDied` if a rank ended, or if one does not answer in time."""
-        until_s = time.monotonic() + self._spec.step_timeout_s
+        until_s = time.monotonic() + self._spec.config.recovery.step_timeout_s
         return merge_outputs([self._receive_from(rank, step, until_s) for rank in self._answering])
 
     def _receive_from(self, rank: int, step: StepInput, until_s: float) -> StepOutput:
-        socket, timeout_s = self._sockets[rank], self._spec.step_timeout_s
+        socket, timeout_s = self._sockets[rank], self._spec.config.recovery.step_timeout_s
         while True:
             if socket.poll(int(WATCH_EVERY_S * 1000)):
                 output = decode_output(socket.recv())

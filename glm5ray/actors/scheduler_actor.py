@@ -95,7 +95,7 @@ class SchedulerActor:
             self._sink,
             engine=spec.engine,
             layout=spec.layout,
-            stalled_after_s=spec.stalled_after_s,
+            stalled_after_s=spec.config.recovery.stalled_after_s,
         )
         self._engine.start()
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from glm5ray.engine.engine_loop import STALLED_AFTER_S
-
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -26,11 +24,6 @@ class EngineSpec:
     """Which loop; the workers are other processes, so they compute while the scheduler plans."""
     client_timeout_s: float = 30.0
     """A client that has not asked for events for so long is gone: its requests are aborted."""
-    step_timeout_s: float = 300.0
-    """A step that takes longer hangs: the workers are replaced. Long enough for kernels that compile in their first
-    step."""
-    stalled_after_s: float = STALLED_AFTER_S
-    """A step of this age makes the status say so."""
 
     @property
     def layout(self) -> str:

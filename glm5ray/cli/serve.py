@@ -101,7 +101,7 @@ def _local_client(settings: EngineConfig, bar: ProgressBar) -> LocalClient:
         executor = InProcessExecutor(lambda: Worker.load(settings, progress=load_progress(bar)), threaded=is_overlapped)
         return EngineCore(executor, settings.scheduler, settings.cache, overlap=is_overlapped)
 
-    return LocalClient(make_core, model_path=settings.model.path)
+    return LocalClient(make_core, model_path=settings.model.path, stalled_after_s=settings.recovery.stalled_after_s)
 
 
 def _serve_from_ray(

@@ -82,13 +82,15 @@ class FaultyWorker(WorkerActor):
     happened: a process that ends does not."""
 
     folder: str
+    most: int
+    """How many of the three."""
 
     def run(self, line: Line) -> None:
         worker, execute = self._worker, self._worker.execute
 
         def faulty(step: StepInput) -> StepOutput:
             num_faults = len(os.listdir(self.folder))
-            if self._rank == 1 and step.step_id == 7 and num_faults < 3:
+            if self._rank == 1 and step.step_id == 7 and num_faults < self.most:
                 open(os.path.join(self.folder, str(num_faults)), "w").close()
                 if num_faults == 0:
                     os._exit(1)
@@ -101,8 +103,10 @@ class FaultyWorker(WorkerActor):
         super().run(line)
 
 
-def faulty(folder: str, spec: EngineSpec, epoch: int) -> Executor:
-    return RayExecutor(spec, epoch, worker_class=type("FaultyWorker", (FaultyWorker,), {"folder": folder}))
+def faulty(folder: str, most: int, spec: EngineSpec, epoch: int) -> Executor:
+    return RayExecutor(
+        spec, epoch, worker_class=type("FaultyWorker", (FaultyWorker,), {"folder": folder, "most": most})
+    )
 
 
 def make_spec(engine: str, make_executor=paced, **changes) -> EngineSpec:

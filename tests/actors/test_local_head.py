@@ -34,6 +34,7 @@ def glm5ray(environment: dict[str, str], *arguments: str) -> subprocess.Complete
 
 
 @pytest.mark.ray
+@pytest.mark.slow
 def test_up_status_down(environment: dict[str, str]) -> None:
     options = ("up", "--port", "26391", "--dashboard-port", "28291", "--num-cpus", "4", "--num-gpus", "0")
     up = glm5ray(environment, *options)
@@ -61,6 +62,7 @@ def test_up_status_down(environment: dict[str, str]) -> None:
 
 
 @pytest.mark.ray
+@pytest.mark.slow
 def test_a_head_that_cannot_start_says_why_and_leaves_nothing(environment: dict[str, str]) -> None:
     failed = glm5ray(environment, "up", "--port", "26392", "--dashboard-port", "28292", "--node-ip", "203.0.113.1")
     assert failed.returncode == 1

@@ -49,9 +49,18 @@ def one_process() -> dict[str, list[int]]:
     return {result.request_id: list(result.choices[0].token_ids) for result in results}
 
 
-@pytest.mark.parametrize(("layout", "sizes"), [("tp 2", {"tp": 2}), ("dp 2, ep 2", {"dp": 2, "ep": 2})])
-def test_a_rank_that_exits_raises_or_hangs_is_a_pause(tmp_path: Path, layout: str, sizes: dict[str, int]):
-    """Three faults in a row, in one run of two ranks."""
+@pytest.mark.parametrize(
+    ("layout", "sizes", "num_faults"),
+    [
+        ("tp 2", {"tp": 2}, 1),
+        pytest.param("tp 2", {"tp": 2}, 3, marks=pytest.mark.slow),
+        pytest.param("dp 2, ep 2", {"dp": 2, "ep": 2}, 3, marks=pytest.mark.slow),
+    ],
+)
+def test_a_rank_that_exits_raises_or_hangs_is_a_pause(
+    tmp_path: Path, layout: str, sizes: dict[str, int], num_faults: int
+):
+    """One fault or three in a row, in one run of two ranks."""
     states: list[EngineState] = []
 
     async def body(client: RayEngineClient) -> None:
@@ -65,22 +74,29 @@ def test_a_rank_that_exits_raises_or_hangs_is_a_pause(tmp_path: Path, layout: st
         looking.cancel()
         expected = one_process()
         assert answers == [{0: (expected[f"r{i}"], "length")} for i in range(4)]
-        assert len(os.listdir(tmp_path)) == 3
+        assert len(os.listdir(tmp_path)) == num_faults
         status = await client.status()
-        assert (status.state, status.num_restarts, status.layout) == (EngineState.READY, 3, layout)
+        assert (status.state, status.num_restarts, status.layout) == (EngineState.READY, num_faults, layout)
         assert EngineState.RECOVERING in states
 
     spec = EngineSpec(
         engine="faulty",
-        config=load_config(None, [*SETTINGS, *(f"parallel.{name}_size={size}" for name, size in sizes.items())]),
-        make_executor=partial(engines.faulty, str(tmp_path)),
-        step_timeout_s=4.0,
-        stalled_after_s=1.0,
+        config=load_config(
+            None,
+            [
+                *SETTINGS,
+                *(f"parallel.{name}_size={size}" for name, size in sizes.items()),
+                "recovery.step_timeout_s=4",
+                "recovery.stalled_after_s=1",
+            ],
+        ),
+        make_executor=partial(engines.faulty, str(tmp_path), num_faults),
     )
     with running(spec):
         with_client("faulty", body, timeout_s=180)
 
 
+@pytest.mark.slow
 def test_data_parallel_ranks_give_the_tokens_of_one_process():
     """Four requests on two ranks with pages of their own; then one alone, so that the other rank has no tokens."""
     from glm5ray.actors.ray_executor import ray_executor
@@ -97,6 +113,7 @@ def test_data_parallel_ranks_give_the_tokens_of_one_process():
         with_client("groups", body, timeout_s=120)
 
 
+@pytest.mark.slow
 def test_an_engine_that_finds_no_room_says_what_is_missing():
     from glm5ray.actors.launch import start_engine
 
@@ -105,6 +122,7 @@ def test_an_engine_that_finds_no_room_says_what_is_missing():
         start_engine(config, engine="large")
 
 
+@pytest.mark.slow
 def test_a_detached_engine_outlives_its_driver_and_a_stop_leaves_nothing():
     import ray
 
@@ -130,6 +148,7 @@ def test_a_detached_engine_outlives_its_driver_and_a_stop_leaves_nothing():
     assert not [group for group in groups.values() if "left" in group["name"] and group["state"] != "REMOVED"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sizes", [(1, 2), (2, 2)], ids=["ep2", "tp2-ep2"])
 def test_layouts_give_the_tokens_of_one_process(sizes: tuple[int, int]):
     from glm5ray.actors.launch import open_llm

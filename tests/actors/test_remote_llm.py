@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 pytestmark = [
     pytest.mark.ray,
+    pytest.mark.slow,
     pytest.mark.usefixtures("ray_cluster"),
     pytest.mark.filterwarnings("ignore::ResourceWarning"),
 ]

@@ -115,6 +115,7 @@ async def body_of_a_second_client(client: RayEngineClient) -> None:
     assert ends == [{0: (expected("same", 30), "length")}] * 2
 
 
+@pytest.mark.slow
 def test_dead_workers_are_a_pause_and_poison_fails_alone():
     async def body(client: RayEngineClient) -> None:
         names = [f"r{i}" for i in range(6)]
@@ -131,6 +132,7 @@ def test_dead_workers_are_a_pause_and_poison_fails_alone():
         with_client("dying", body)
 
 
+@pytest.mark.slow
 def test_a_client_that_vanishes_leaves_nothing_running():
     async def body(client: RayEngineClient) -> None:
         events = client.generate(request("left", 110))
@@ -147,6 +149,7 @@ def test_a_client_that_vanishes_leaves_nothing_running():
         with_client("vanish", body)
 
 
+@pytest.mark.slow
 def test_a_scheduler_that_dies_comes_back_and_nobody_hangs(tmp_path):
     async def body(client: RayEngineClient) -> None:
         before = (await client.status()).epoch
@@ -168,6 +171,7 @@ def test_a_scheduler_that_dies_comes_back_and_nobody_hangs(tmp_path):
         with_client("suicidal", body)
 
 
+@pytest.mark.slow
 def test_an_engine_that_does_not_start_says_why_and_leaves_nothing():
     from glm5ray.actors.launch import connect, list_engines, start_from_spec
 
@@ -180,6 +184,7 @@ def test_an_engine_that_does_not_start_says_why_and_leaves_nothing():
         connect("broken")
 
 
+@pytest.mark.slow
 def test_stopping_ends_open_requests():
     from glm5ray.actors.launch import stop_engine
 
