@@ -44,6 +44,7 @@ def use_token() -> None:
     if MODE in os.environ or not (TOKEN in os.environ or token_file().exists()):
         return
     os.environ[MODE] = "token"
-    from ray._raylet import Config  # private: Ray read the environment when it was imported, and must do so again
+    # Private, and in no stub: Ray read the environment when it was imported, and must do so again.
+    from ray._raylet import Config  # pyright: ignore[reportAttributeAccessIssue]
 
     Config.initialize("")
