@@ -14,6 +14,7 @@ from glm5ray.engine.llm import LLM
 from glm5ray.model.cache import PagedCache
 from glm5ray.model.tiny import write_tiny
 from glm5ray.model_config import ModelConfig
+from glm5ray.parallel import ParallelContext
 from glm5ray.protocol import Capacity
 from glm5ray.worker.worker import Worker
 
@@ -69,6 +70,7 @@ class WrittenModel:
 
     def __init__(self, logits: Callable[[int, int], torch.Tensor]) -> None:
         self._logits = logits
+        self.parallel = ParallelContext()
 
     def forward_hidden(self, batch: Any, cache: Any) -> torch.Tensor:
         return torch.stack([batch.token_ids_T, batch.positions_T], dim=1).float()

@@ -56,6 +56,10 @@ def tile_of(width: int, arch: int) -> Tile:
         return Tile(4, True, 1, 4)
     if width == 64:
         return Tile(8, False, 8, 3)
+    if width == 128:
+        # One warpgroup: with two and more than two stages, some tiles read rows of x that are being replaced (Triton 3.6;
+        # seen at 2,560 tokens, docs/experiments/0008).
+        return Tile(8, False, 4, 4)
     return Tile(8, False, 8, 4)
 
 
