@@ -57,8 +57,8 @@ def tile_of(width: int, arch: int) -> Tile:
     if width == 64:
         return Tile(8, False, 8, 3)
     if width == 128:
-        # One warpgroup: with two and more than two stages, some tiles read rows of x that are being replaced (Triton 3.6;
-        # seen at 2,560 tokens, docs/experiments/0008).
+        # One warpgroup: with two, and more than two stages, results differed from run to run and were not always finite
+        # (Triton 3.6, seen at 2,560 tokens; docs/experiments/0008).
         return Tile(8, False, 4, 4)
     return Tile(8, False, 8, 4)
 
