@@ -78,9 +78,16 @@ class RayExecutor:
             raise WorkerDied(f"the workers of epoch {epoch} did not come up: {error}") from error
 
     def submit(self, step: StepInput) -> _Pending:
+        """Raises :class:`WorkerDied` if a rank ended, or is not connected in time: a socket without its peer would
+        block for ever."""
         data = encode_step(step)
-        for socket in self._sockets:
-            socket.send(data)
+        until_s = time.monotonic() + self._spec.config.recovery.step_timeout_s
+        for rank, socket in enumerate(self._sockets):
+            while not socket.poll(int(WATCH_EVERY_S * 1000), zmq.POLLOUT):
+                self._watch()
+                if time.monotonic() > until_s:
+                    raise WorkerDied(f"rank {rank} does not take step {step.step_id}")
+            socket.send(data, zmq.DONTWAIT)
         return _Pending(self, step)
 
     def receive(self, step: StepInput) -> StepOutput:
