@@ -114,6 +114,9 @@ class RayEngineClient:
             await self.info()
             self._num_sent = self._num_received = 0
             self._client_id = await self._handle.acall("attach")
+            if self._poller is not None:  # its poll may still wait for news of the client that this one was
+                self._poller.cancel()
+                self._poller = None
             self._last_contact_s = time.monotonic()
 
     def _lose(self, why: str) -> None:
@@ -160,9 +163,9 @@ class RayEngineClient:
                 )
             except Glm5RayError as error:
                 self._lose_if(client_id, str(error))
-                return
+                continue
             if client_id != self._client_id:
-                return
+                continue
             self._last_contact_s = time.monotonic()
             if letter is None:
                 self._lose(f"the scheduler of engine {self.engine!r} was started again")

@@ -133,10 +133,11 @@ class RayExecutor:
             ray.get(group.ready(), timeout=PLACEMENT_TIMEOUT_S)
         except GetTimeoutError as error:
             remove_placement_group(group)
-            free = {key: value for key, value in ray.available_resources().items() if key in ("CPU", "GPU")}
+            free, total = ray.available_resources(), ray.cluster_resources()
+            have = ", ".join(f"{free.get(kind, 0):g} of {total.get(kind, 0):g} {kind}s" for kind in bundle)
             raise ConfigError(
-                f"the engine needs {self._size} times {bundle}, and the cluster has {free} free; "
-                "stop another engine, or lower parallel.tp_size or parallel.ep_size"
+                f"the engine needs {self._size} times 1 {' and 1 '.join(bundle)}, and the cluster has {have} free; "
+                "stop another engine (glm5ray status lists them), or lower parallel.tp_size, ep_size or dp_size"
             ) from error
         return group
 

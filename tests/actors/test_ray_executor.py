@@ -96,6 +96,28 @@ def test_a_rank_that_exits_raises_or_hangs_is_a_pause(
         with_client("faulty", body, timeout_s=180)
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_dies_while_nothing_runs_is_replaced_for_the_next_request(rank: int):
+    """The engine notices when it has a step to send; a socket without its peer would have blocked for ever."""
+    import ray
+
+    from glm5ray.actors.names import NAMESPACE, worker_name
+    from glm5ray.actors.ray_executor import ray_executor
+
+    async def body(client: RayEngineClient) -> None:
+        expected = one_process()
+        assert await tokens_of(client, request(0)) == {0: (expected["r0"], "length")}
+        epoch = (await client.status()).epoch
+        ray.kill(ray.get_actor(worker_name("idle", rank, epoch), NAMESPACE))
+        await asyncio.sleep(1.0)  # until its socket is gone as well
+        assert await tokens_of(client, request(1)) == {0: (expected["r1"], "length")}
+        assert (await client.status()).num_restarts == 1
+
+    config = load_config(None, [*SETTINGS, "parallel.tp_size=2", "recovery.step_timeout_s=20"])
+    with running(EngineSpec(engine="idle", config=config, make_executor=ray_executor)):
+        with_client("idle", body, timeout_s=90)
+
+
 @pytest.mark.slow
 def test_data_parallel_ranks_give_the_tokens_of_one_process():
     """Four requests on two ranks with pages of their own; then one alone, so that the other rank has no tokens."""
@@ -118,7 +140,7 @@ def test_an_engine_that_finds_no_room_says_what_is_missing():
     from glm5ray.actors.launch import start_engine
 
     config = load_config(None, ["parallel.tp_size=64", *SETTINGS])
-    with pytest.raises(EngineUnavailable, match=r"needs 64 times .* lower parallel.tp_size"):
+    with pytest.raises(EngineUnavailable, match=r"needs 64 times 1 CPU, .* of 16 CPUs free; .* lower parallel.tp_size"):
         start_engine(config, engine="large")
 
 

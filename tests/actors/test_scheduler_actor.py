@@ -104,6 +104,16 @@ def test_requests_get_their_tokens_and_leaving_ends_them():
             start_from_spec(make_spec("plain"))
         with_client("plain", body)
         with_client("plain", body_of_a_second_client)
+        with_client("plain", body_of_a_client_that_pauses, timeout_s=20)
+
+
+async def body_of_a_client_that_pauses(client: RayEngineClient) -> None:
+    """It is made known anew, while its last poll may still wait for news of what it was before."""
+    from glm5ray.actors.client import FRESH_S
+
+    for i in range(3):
+        assert await tokens_of(client, request(f"p{i}")) == {0: (expected(f"p{i}"), "length")}
+        await asyncio.sleep(FRESH_S + 0.1)
 
 
 async def body_of_a_second_client(client: RayEngineClient) -> None:
