@@ -56,9 +56,10 @@ def test_up_status_down(environment: dict[str, str]) -> None:
     running = subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True, check=True).stdout
     assert environment["HOME"] not in running
     assert "No Ray" in glm5ray(environment, "down").stdout
+    # Another Ray may run on this machine, and status finds it; ours is gone.
     gone = glm5ray(environment, "status")
-    assert gone.returncode == 1
-    assert "no Ray cluster" in gone.stderr
+    assert "26391" not in gone.stdout
+    assert gone.returncode == 0 or "no Ray cluster" in gone.stderr
 
 
 @pytest.mark.ray
