@@ -34,6 +34,7 @@ _HIGHEST: dict[str, int] = {
     "cache.page_size": 2**16,
     "cache.num_pages": 2**31 - 1,
     "cache.cpu_memory_gib": 2**20,
+    "runner.max_graph_seqs": 2**20,
     "recovery.step_timeout_s": 2**20,
     "recovery.stalled_after_s": 2**20,
     "scheduler.max_num_seqs": 2**20,
@@ -125,6 +126,18 @@ class SchedulerSection:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class RunnerSection:
+    """How decode steps are computed."""
+
+    cuda_graphs: bool | Literal["auto", "emulate"] = False
+    """Decode steps from CUDA graphs, captured before the first request. true: one rank, on a GPU, with kernels that can
+    be captured, or an error; auto: where that is so. emulate: the same fixed batches without graphs, to test them on
+    any device."""
+    max_graph_seqs: int = 512
+    """Sequences of the largest graph; max_num_seqs if that is less. Larger steps run eagerly."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class RecoverySection:
     """When a step counts as one that hangs."""
 
@@ -143,6 +156,7 @@ class EngineConfig:
     parallel: ParallelSection = field(default_factory=ParallelSection)
     cache: CacheSection = field(default_factory=CacheSection)
     scheduler: SchedulerSection = field(default_factory=SchedulerSection)
+    runner: RunnerSection = field(default_factory=RunnerSection)
     recovery: RecoverySection = field(default_factory=RecoverySection)
     kernels: dict[str, str] = field(default_factory=dict)
     """Op -> provider (``mla_attention: reference``), or ``default`` -> provider for all that it can serve."""

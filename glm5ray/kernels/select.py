@@ -34,6 +34,10 @@ class Provider:
     """Of ``ops``, those whose weights it takes in NVFP4 (``Nvfp4Weight``, ``Nvfp4ExpertWeights``)."""
     only_nvfp4_ops: tuple[str, ...] = ()
     """Of these, those that it has for no other weights."""
+    pads: bool = True
+    """Whether it serves padded rows (position -1, slot -1)."""
+    captures: bool = False
+    """Whether a CUDA graph can hold it: launches only, whose number and sizes do not depend on data."""
 
     def reason_against(self, op: str, device: str, is_nvfp4: bool = False) -> str | None:
         """Why it cannot serve ``op`` on ``device``, with weights in NVFP4 or not; ``None``: it can."""
@@ -49,7 +53,7 @@ class Provider:
 
 
 PROVIDERS = (
-    Provider("cpu", "glm5ray.kernels.cpu", devices=("cpu",)),
+    Provider("cpu", "glm5ray.kernels.cpu", devices=("cpu",), pads=False),
     Provider(
         "triton",
         "glm5ray.kernels.triton_ops",
@@ -71,6 +75,7 @@ PROVIDERS = (
         ),
         nvfp4_ops=("linear", "experts"),
         only_nvfp4_ops=("experts",),
+        captures=True,
     ),
     Provider("reference", "glm5ray.kernels.reference", devices=("cpu", "cuda"), nvfp4_ops=("linear", "experts")),
     Provider(
@@ -119,6 +124,20 @@ def select_kernels(choices: Mapping[str, str], device: str, nvfp4_ops: frozenset
         log.info("kernel op=%s provider=%s why=%r", op, provider, why)
         chosen[op] = getattr(import_module(modules[provider]), op)
     return Kernels(**chosen)
+
+
+def reason_against_fixed_batches(
+    choices: Mapping[str, str], device: str, nvfp4_ops: frozenset[str], *, captured: bool
+) -> str | None:
+    """Why these kernels cannot compute padded batches (``captured``: inside a CUDA graph); ``None``: they can.
+    Arguments and errors as :func:`kernel_table`."""
+    known = {provider.name: provider for provider in PROVIDERS}
+    for op, name, _ in kernel_table(choices, device, nvfp4_ops):
+        if not known[name].pads:
+            return f"the provider {name} of {op} takes no padded rows"
+        if captured and not known[name].captures:
+            return f"the provider {name} of {op} cannot be captured"
+    return None
 
 
 def _choose(op: str, choices: Mapping[str, str], device: str, known: Mapping[str, Provider], is_nvfp4: bool) -> Choice:

@@ -57,6 +57,27 @@ class Step:
     scored."""
 
 
+@dataclass(frozen=True, slots=True)
+class Decode:
+    """A step in which every slice is one token and samples the next: what fills a fixed batch, on the host."""
+
+    sequences: list[MirrorSequence]
+    rows_S: np.ndarray
+    """int64, rows of the mirror."""
+    known_S: np.ndarray
+    """int64, the tokens that the host has; -1 where only ``last_token_R`` has it."""
+    positions_S: np.ndarray
+    """int64"""
+    slots_S: np.ndarray
+    """int64"""
+    page_table_SP: np.ndarray
+    """int32, as many pages as the longest context has."""
+
+    @property
+    def max_visible(self) -> int:
+        return int(self.positions_S.max()) + 1
+
+
 class Mirror:
     """The worker's copy of the running sequences, changed by :meth:`apply` alone."""
 
@@ -70,7 +91,9 @@ class Mirror:
         self._free_rows = list(range(num_rows - 1, -1, -1))
         # zeros, not -1: the system hands out the memory of a row when it is first used, and then the row is cleared
         self._page_table_RP = np.zeros((num_rows, self.max_pages), dtype=np.int32)
-        self.last_token_R = torch.zeros(num_rows, dtype=torch.int64, device=device)
+        self.spare_row = num_rows
+        """No sequence's: padded rows of a fixed batch write the tokens there that they sample."""
+        self.last_token_R = torch.zeros(num_rows + 1, dtype=torch.int64, device=device)
 
     def apply(self, step: StepInput) -> tuple[list[MirrorSequence], list[MirrorSequence]]:
         """Takes over what changed; returns (dropped, new). A sequence that is unknown where it must be known is our
@@ -148,6 +171,31 @@ class Mirror:
         for sequence in sampling:
             sequence.num_tokens += 1
         return Step(batch=batch, sequences=sequences, sampling=sampling, scoring=scoring)
+
+    def decode(self, step: StepInput) -> Decode | None:
+        """``step`` for a fixed batch, as :meth:`build` counts the tokens that it samples; ``None``, and nothing is
+        counted, if a slice is more than one token or does not end its sequence."""
+        sequences = [self.sequences[seq_id] for seq_id in step.seq_ids]
+        pairs = list(zip(sequences, step.starts, strict=True))
+        if max(step.num_tokens) > 1 or any(start + 1 != sequence.num_tokens for sequence, start in pairs):
+            return None
+        if any(s.sampling.prompt_logprobs is not None and start < s.num_prompt_tokens - 1 for s, start in pairs):
+            return None
+        rows_S = np.array([sequence.row for sequence in sequences], dtype=np.int64)
+        positions_S = np.array(step.starts, dtype=np.int64)
+        pages_S = self._page_table_RP[rows_S, positions_S // self.page_size].astype(np.int64)
+        assert pages_S.min() >= 0, f"step {step.step_id} writes a token where its sequence has no page"
+        known = [s.token_ids[start] if start < len(s.token_ids) else -1 for s, start in pairs]
+        for sequence in sequences:
+            sequence.num_tokens += 1
+        return Decode(
+            sequences=sequences,
+            rows_S=rows_S,
+            known_S=np.array(known, dtype=np.int64),
+            positions_S=positions_S,
+            slots_S=pages_S * self.page_size + positions_S % self.page_size,
+            page_table_SP=self._page_table_RP[rows_S, : -(-(int(positions_S.max()) + 1) // self.page_size)],
+        )
 
     def _token_ids(
         self, sequences: list[MirrorSequence], step: StepInput, first_S: np.ndarray, rows_T: np.ndarray

@@ -13,7 +13,7 @@ Shapes: L sampled rows, V vocabulary.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 import torch
@@ -29,6 +29,9 @@ if TYPE_CHECKING:
 
 MIN_TEMPERATURE = 1e-5
 """Below this the draw is greedy: dividing the logits by less would overflow."""
+
+SamplingKind = Literal["greedy", "drawn", "limited"]
+"""Of a whole step: all rows greedy; some drawn; some drawn with top-k, top-p or min-p."""
 
 _MASK64 = (1 << 64) - 1
 
@@ -98,6 +101,22 @@ class Sampler:
         self._penalties.pop(sequence.seq_id, None)
         self._plain_greedy.pop(sequence.seq_id)
 
+    def kind(self, sequences: list[MirrorSequence]) -> SamplingKind | None:
+        """What a fixed batch must compute to sample as :meth:`sample` does; ``None``: some row needs :meth:`sample`
+        itself, or log-probabilities."""
+        kind: SamplingKind = "greedy"
+        for sequence in sequences:
+            params = sequence.sampling
+            ends = params.min_tokens > 0 and sequence.num_output_tokens <= params.min_tokens
+            if params.logit_bias or params.allowed_token_ids is not None or params.logprobs is not None or ends:
+                return None
+            if sequence.seq_id in self._penalties:
+                return None
+            if params.temperature >= MIN_TEMPERATURE:
+                limits = params.top_k > 0 or params.top_p < 1.0 or params.min_p > 0.0
+                kind = "limited" if limits or kind == "limited" else "drawn"
+        return kind
+
     def sample(self, logits_LV: Tensor, sequences: list[MirrorSequence]) -> Tensor:
         """``logits_LV`` fp32 (left as it is) -> int64 [L]; row i is the next token of ``sequences[i]``, whose
         ``num_tokens`` already counts it."""
@@ -160,7 +179,7 @@ class Sampler:
         for sequence in sequences:
             seed = sequence.sampling.seed
             assert seed is not None, f"sequence {sequence.seq_id} reached the sampler without a seed"
-            seeds.append(_signed(seed))
+            seeds.append(signed(seed))
         top_k = [p.top_k if p.top_k > 0 else self.vocab_size for p in params]
         has_top = any(p.top_k > 0 or p.top_p < 1.0 for p in params)
         return draw(
@@ -215,14 +234,14 @@ def draw(logits_LV: Tensor, draws: Draws) -> Tensor:
 
 def uniform_on_device(seeds_L: Tensor, indexes_L: Tensor, positions_L: Tensor) -> Tensor:
     """:func:`uniform` of int64 tensors, float64 [L]: products of int64 wrap to the same 64 bits."""
-    key_L = _splitmix_on_device(seeds_L + (indexes_L + 1) * _signed(0x9E3779B97F4A7C15))
-    bits_L = _splitmix_on_device(key_L + (positions_L + 1) * _signed(0xD1B54A32D192ED03))
+    key_L = _splitmix_on_device(seeds_L + (indexes_L + 1) * signed(0x9E3779B97F4A7C15))
+    bits_L = _splitmix_on_device(key_L + (positions_L + 1) * signed(0xD1B54A32D192ED03))
     return _shifted(bits_L, 32).double() * 2.0**-32
 
 
 def _splitmix_on_device(z_L: Tensor) -> Tensor:
-    z_L = (z_L ^ _shifted(z_L, 30)) * _signed(0xBF58476D1CE4E5B9)
-    z_L = (z_L ^ _shifted(z_L, 27)) * _signed(0x94D049BB133111EB)
+    z_L = (z_L ^ _shifted(z_L, 30)) * signed(0xBF58476D1CE4E5B9)
+    z_L = (z_L ^ _shifted(z_L, 27)) * signed(0x94D049BB133111EB)
     return z_L ^ _shifted(z_L, 31)
 
 
@@ -231,7 +250,7 @@ def _shifted(z_L: Tensor, count: int) -> Tensor:
     return (z_L >> count) & ((1 << (64 - count)) - 1)
 
 
-def _signed(number: int) -> int:
+def signed(number: int) -> int:
     """The int64 of the same 64 bits."""
     number &= _MASK64
     return number - (1 << 64) if number >> 63 else number

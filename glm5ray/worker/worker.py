@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from glm5ray.errors import ConfigError
-from glm5ray.kernels.select import select_kernels
+from glm5ray.kernels.select import reason_against_fixed_batches, select_kernels
 from glm5ray.model.cache import PagedCache, kv_dtype
 from glm5ray.model.dummy import dummy_state
 from glm5ray.model.glm5 import Glm5
@@ -20,6 +20,7 @@ from glm5ray.model_config import ModelConfig
 from glm5ray.parallel import ParallelContext
 from glm5ray.protocol import Capacity, StepOutput
 from glm5ray.worker.batch import Mirror
+from glm5ray.worker.runner import DecodeRunner
 from glm5ray.worker.sampler import Sampler, token_logprobs
 
 if TYPE_CHECKING:
@@ -29,12 +30,14 @@ if TYPE_CHECKING:
 
     from glm5ray.config import CacheSection, EngineConfig, SchedulerSection
     from glm5ray.protocol import StepInput, TokenLogprobs
-    from glm5ray.worker.batch import MirrorSequence, Step
+    from glm5ray.worker.batch import Decode, MirrorSequence, Step
 
 logger = logging.getLogger(__name__)
 
 SCORING_ROWS = 256
 """Prompt positions whose logits are held at once: at GLM-5's vocabulary, 160 MB."""
+HIDDEN_NOT_FINITE = "the model's hidden state is not finite"
+LOGITS_NOT_FINITE = "the model's logits are not finite"
 
 
 class Worker:
@@ -51,6 +54,8 @@ class Worker:
         device = torch.device(cache.device)
         self._mirror = Mirror(capacity, max_num_seqs, device)
         self._sampler = Sampler(capacity.vocab_size, capacity.eos_token_ids, device)
+        self.runner: DecodeRunner | None = None
+        """Decode steps from fixed batches, after :meth:`use_fixed_batches`."""
 
     @classmethod
     def load(
@@ -98,7 +103,29 @@ class Worker:
         row = kv_dtype(config.cache.kv_dtype, dtype)
         _require_memory(PagedCache.bytes_per_page(model_config, capacity.page_size, row), capacity, device)
         cache = PagedCache(model_config, capacity.num_pages, capacity.page_size, row, device)
-        return cls(model, cache, capacity, max_num_seqs=config.scheduler.max_num_seqs, epoch=epoch)
+        worker = cls(model, cache, capacity, max_num_seqs=config.scheduler.max_num_seqs, epoch=epoch)
+        reason = _reason_against_fixed_batches(config, parallel, device, packed)
+        if config.runner.cuda_graphs and reason is None:
+            worker.use_fixed_batches(
+                min(config.runner.max_graph_seqs, config.scheduler.max_num_seqs),
+                captured=config.runner.cuda_graphs != "emulate",
+            )
+        elif config.runner.cuda_graphs:
+            logger.info("decode steps run eagerly, without CUDA graphs: %s", reason)
+        return worker
+
+    def use_fixed_batches(self, max_rows: int, *, captured: bool) -> None:
+        """From now on decode steps of up to ``max_rows`` sequences are computed by a :class:`DecodeRunner`;
+        ``captured``: from CUDA graphs, which this captures."""
+        self.runner = DecodeRunner(
+            self._model,
+            self._cache,
+            self._mirror,
+            max_rows=max_rows,
+            max_model_len=self.capacity.max_model_len,
+            captured=captured,
+        )
+        self.runner.warm_up()
 
     @torch.inference_mode()
     def execute(self, step: StepInput) -> StepOutput:
@@ -119,6 +146,8 @@ class Worker:
             if step.parts:
                 self._model.join_step()
             return StepOutput(epoch=step.epoch, step_id=step.step_id, seq_ids=[], token_ids=[])
+        if self.runner is not None and (decode := self.runner.take(part)) is not None:
+            return self._decode(step, decode, started)
         built = self._mirror.build(part)
         hidden_TH = self._model.forward_hidden(built.batch, self._cache)
         failed = self._find_failures(built, hidden_TH)
@@ -138,6 +167,31 @@ class Worker:
             duration_s=time.perf_counter() - started,
         )
 
+    def _decode(self, step: StepInput, decode: Decode, started: float) -> StepOutput:
+        """A step of fixed size."""
+        assert self.runner is not None
+        sequences = decode.sequences
+        done = self.runner.run(decode, self._sampler.kind(sequences))
+        failed: dict[int, str] = {}
+        for i, sequence in enumerate(sequences):
+            if not done.hidden_is_finite[i]:
+                failed[sequence.seq_id] = HIDDEN_NOT_FINITE
+                self._cache.zero_slots(torch.from_numpy(decode.slots_S[i : i + 1]).to(self._cache.device))
+            elif not done.logits_are_finite[i]:
+                failed[sequence.seq_id] = LOGITS_NOT_FINITE
+        token_ids, logprobs = done.token_ids, {}
+        if token_ids is None:
+            token_ids, logprobs = self._choose(done.logits_LV, sequences, failed)
+        return StepOutput(
+            epoch=step.epoch,
+            step_id=step.step_id,
+            seq_ids=[sequence.seq_id for sequence in sequences],
+            token_ids=token_ids,
+            logprobs=logprobs,
+            failed=failed,
+            duration_s=time.perf_counter() - started,
+        )
+
     def _sample(
         self, built: Step, hidden_TH: Tensor, failed: dict[int, str]
     ) -> tuple[list[int], dict[int, TokenLogprobs]]:
@@ -148,13 +202,19 @@ class Worker:
         if not bool(finite_L.all()):
             for sequence, finite in zip(built.sampling, finite_L.tolist(), strict=True):
                 if not finite:
-                    failed.setdefault(sequence.seq_id, "the model's logits are not finite")
-        token_ids_L = self._sampler.sample(logits_LV, built.sampling)
-        rows = torch.tensor([sequence.row for sequence in built.sampling], device=token_ids_L.device)
+                    failed.setdefault(sequence.seq_id, LOGITS_NOT_FINITE)
+        return self._choose(logits_LV, built.sampling, failed)
+
+    def _choose(
+        self, logits_LV: Tensor, sequences: list[MirrorSequence], failed: dict[int, str]
+    ) -> tuple[list[int], dict[int, TokenLogprobs]]:
+        """The next token of each sequence, and the log-probabilities that were asked for."""
+        token_ids_L = self._sampler.sample(logits_LV, sequences)
+        rows = torch.tensor([sequence.row for sequence in sequences], device=token_ids_L.device)
         self._mirror.last_token_R[rows] = token_ids_L
         asked = [
             (i, s, s.sampling.logprobs)
-            for i, s in enumerate(built.sampling)
+            for i, s in enumerate(sequences)
             if s.sampling.logprobs is not None and s.seq_id not in failed
         ]
         logprobs: dict[int, TokenLogprobs] = {}
@@ -185,10 +245,30 @@ class Worker:
         first = 0
         for sequence, count in zip(built.sequences, built.batch.num_tokens, strict=True):
             if bool(bad_T[first : first + count].any()):
-                failed[sequence.seq_id] = "the model's hidden state is not finite"
+                failed[sequence.seq_id] = HIDDEN_NOT_FINITE
                 self._cache.zero_slots(built.batch.slots_T[first : first + count])
             first += count
         return failed
+
+
+def _reason_against_fixed_batches(
+    config: EngineConfig, parallel: ParallelContext, device: str, packed: bool
+) -> str | None:
+    """Why decode steps cannot come from fixed batches; ``None``: they can. Raises :class:`ConfigError` if the config
+    demands what cannot be (``cuda_graphs`` true or emulate)."""
+    choice = config.runner.cuda_graphs
+    captured = choice != "emulate"
+    reason = None
+    if parallel.tp_size * parallel.ep_size * parallel.dp_size > 1:
+        reason = "several ranks compute a step together"
+    elif captured and not device.startswith("cuda"):
+        reason = f"the device is {device}"
+    else:
+        nvfp4_ops = frozenset({"experts"} if packed else ())
+        reason = reason_against_fixed_batches(config.kernels, device, nvfp4_ops, captured=captured)
+    if reason is not None and choice in (True, "emulate"):
+        raise ConfigError(f"runner.cuda_graphs is {str(choice).lower()}, and {reason}; set runner.cuda_graphs=false")
+    return reason
 
 
 def pick_device(choice: str) -> str:
