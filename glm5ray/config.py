@@ -31,6 +31,7 @@ _HIGHEST: dict[str, int] = {
     "parallel.tp_size": 2**12,
     "parallel.ep_size": 2**12,
     "parallel.dp_size": 2**12,
+    "parallel.ranks_per_gpu": 2**6,
     "cache.page_size": 2**16,
     "cache.num_pages": 2**31 - 1,
     "cache.cpu_memory_gib": 2**20,
@@ -78,6 +79,9 @@ class ParallelSection:
     dp_size: int = 1
     """Groups of tp_size ranks that have sequences and pages of their own; the experts are shared by all, so ep_size is
     then dp_size x tp_size. max_num_seqs, max_num_batched_tokens and num_pages are those of each group."""
+    ranks_per_gpu: int = 1
+    """Above 1: so many ranks share each GPU, with gloo instead of NCCL, which refuses that. To try a layout on fewer
+    GPUs than it needs; it is slow."""
 
     @property
     def world_size(self) -> int:

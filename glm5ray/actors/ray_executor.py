@@ -57,8 +57,9 @@ class RayExecutor:
         self._size = parallel.world_size
         self._answering = [group * parallel.tp_size for group in range(parallel.dp_size)]
         device = spec.config.model.device
-        has_gpus = ray.cluster_resources().get("GPU", 0) >= self._size
-        self._gpus_each = 1 if device == "cuda" or (device == "auto" and has_gpus) else 0
+        share = 1 / parallel.ranks_per_gpu
+        has_gpus = ray.cluster_resources().get("GPU", 0) >= self._size * share
+        self._gpus_each = share if device == "cuda" or (device == "auto" and has_gpus) else 0
         self._workers: list[Any] = []
         self._runs: list[Any] = []
         self._sockets: list[zmq.Socket[bytes]] = []
@@ -121,7 +122,7 @@ class RayExecutor:
     def _place(self) -> Any:
         """The placement group of this engine. One that Ray still holds for a scheduler that died is taken over."""
         name = group_name(self._spec.engine)
-        bundle = {"CPU": 1.0} | ({"GPU": 1.0} if self._gpus_each else {})
+        bundle = {"CPU": 1.0} | ({"GPU": self._gpus_each} if self._gpus_each else {})
         try:
             group = get_placement_group(name)
             if group.bundle_specs != [bundle] * self._size:
@@ -134,9 +135,10 @@ class RayExecutor:
         except GetTimeoutError as error:
             remove_placement_group(group)
             free, total = ray.available_resources(), ray.cluster_resources()
+            need = " and ".join(f"{number:g} {kind}" for kind, number in bundle.items())
             have = ", ".join(f"{free.get(kind, 0):g} of {total.get(kind, 0):g} {kind}s" for kind in bundle)
             raise ConfigError(
-                f"the engine needs {self._size} times 1 {' and 1 '.join(bundle)}, and the cluster has {have} free; "
+                f"the engine needs {self._size} times {need}, and the cluster has {have} free; "
                 "stop another engine (glm5ray status lists them), or lower parallel.tp_size, ep_size or dp_size"
             ) from error
         return group

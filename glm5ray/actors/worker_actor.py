@@ -71,7 +71,8 @@ class WorkerActor:
         from glm5ray.parallel import ParallelContext
 
         store = self._store if self._rank == 0 else _store(*meeting, is_master=False)
-        backend = "nccl" if torch.cuda.is_available() and self._config.model.device != "cpu" else "gloo"
+        has_gpu = torch.cuda.is_available() and self._config.model.device != "cpu"
+        backend = "nccl" if has_gpu and self._config.parallel.ranks_per_gpu == 1 else "gloo"
         dist.init_process_group(backend, store=store, rank=self._rank, world_size=self._size)
         tp_size = self._config.parallel.tp_size
         tp_group = dist.group.WORLD

@@ -99,7 +99,8 @@ class Worker:
         if device.startswith("cuda"):
             torch.cuda.empty_cache()  # what packing freed counts as room for pages
         logger.info("loaded model=%s seconds=%.1f", folder, time.perf_counter() - started)
-        capacity = plan_capacity(model_config, config.cache, config.scheduler, dtype, device)
+        ranks_per_gpu = config.parallel.ranks_per_gpu
+        capacity = plan_capacity(model_config, config.cache, config.scheduler, dtype, device, ranks_per_gpu)
         row = kv_dtype(config.cache.kv_dtype, dtype)
         _require_memory(PagedCache.bytes_per_page(model_config, capacity.page_size, row), capacity, device)
         cache = PagedCache(model_config, capacity.num_pages, capacity.page_size, row, device)
@@ -287,7 +288,12 @@ def pick_dtype(choice: str, model_config: ModelConfig, device: str) -> torch.dty
 
 
 def plan_capacity(
-    model_config: ModelConfig, cache: CacheSection, scheduler: SchedulerSection, dtype: torch.dtype, device: str
+    model_config: ModelConfig,
+    cache: CacheSection,
+    scheduler: SchedulerSection,
+    dtype: torch.dtype,
+    device: str,
+    ranks_per_gpu: int = 1,
 ) -> Capacity:
     """How many pages there is room for, and so how long a sequence may be. The weights are already loaded.
 
@@ -303,7 +309,7 @@ def plan_capacity(
             )
         wanted = scheduler.max_model_len
     if cache.num_pages == "auto":
-        room = _free_bytes(cache, device)
+        room = _free_bytes(cache, ranks_per_gpu, device)
         # no more than all sequences at their longest could ever use
         num_pages = min(room // page_bytes, scheduler.max_num_seqs * -(-wanted // cache.page_size))
         if num_pages < 1:
@@ -346,8 +352,10 @@ def _memory_bytes(device: str) -> int:
     return torch.cuda.mem_get_info()[0]
 
 
-def _free_bytes(cache: CacheSection, device: str) -> int:
+def _free_bytes(cache: CacheSection, share: int, device: str) -> int:
     if device == "cpu":
         return min(int(cache.cpu_memory_gib * 2**30), _memory_bytes(device))
     free, total = torch.cuda.mem_get_info()
-    return max(0, int(total * cache.memory_fraction) - (total - free))
+    # what the others hold of a shared GPU is theirs, however far they are with loading
+    used = total - free if share == 1 else torch.cuda.memory_reserved()
+    return max(0, min(int(total * cache.memory_fraction / share) - used, free))
