@@ -42,14 +42,30 @@ METRICS: dict[str, Metric] = {
             (),
             _TOKEN_TIMES,
         ),
+        Metric(
+            "vllm:request_time_per_output_token_seconds",
+            "histogram",
+            "Mean time between two tokens of a choice that ended, its first token left out.",
+            (),
+            _TOKEN_TIMES,
+        ),
         Metric("vllm:e2e_request_latency_seconds", "histogram", "From a request to its end.", (), _LATENCIES),
+        Metric("glm5ray:engine_info", "gauge", "1; the labels say which engine it is.", ("engine", "layout")),
         Metric("glm5ray:engine_state", "gauge", "1 for the state that the engine is in.", ("state",)),
         Metric("glm5ray:engine_epoch", "gauge", "Incarnation of the workers."),
         Metric("glm5ray:engine_restarts", "counter", "Times that the workers were replaced."),
         Metric("glm5ray:step_age_seconds", "gauge", "Age of the oldest step in flight."),
         Metric("glm5ray:steps", "counter", "Steps of the engine."),
+        Metric("glm5ray:steps_per_second", "gauge", "Steps of the engine a second, over the last ten seconds."),
+        Metric("glm5ray:tokens_scheduled", "counter", "Tokens that went through the model: of prompts, and decoded."),
+        Metric("glm5ray:tokens_sampled", "counter", "Tokens that the engine drew, whoever asked for them."),
         Metric("glm5ray:requests_aborted", "counter", "Requests whose client left before the end."),
         Metric("glm5ray:corrupted_sequences", "counter", "Sequences whose numbers went wrong."),
         Metric("glm5ray:quarantined_sequences", "counter", "Sequences with which the workers died again and again."),
     )
 }
+
+
+def ray_name(name: str) -> str:
+    """``vllm:num_requests_running`` -> ``vllm_num_requests_running``: Ray takes no colon, and puts ``ray_`` before."""
+    return name.replace(":", "_")

@@ -11,9 +11,11 @@ import logging
 import time
 import uuid
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from glm5ray.actors.mailboxes import Mailboxes, engine_id
+from glm5ray.actors.metrics_export import EngineMetrics, MetricsExporter
 from glm5ray.engine.client import EngineInfo, EngineStatus
 from glm5ray.engine.core import EngineCore, collect_garbage_rarely
 from glm5ray.engine.engine_loop import EngineLoop
@@ -98,6 +100,9 @@ class SchedulerActor:
             stalled_after_s=spec.config.recovery.stalled_after_s,
         )
         self._engine.start()
+        metrics = EngineMetrics(model_name=Path(spec.config.model.path).name, engine=spec.engine)
+        self._exporter = MetricsExporter(metrics, self._engine.status, every_s=spec.metrics_every_s)
+        self._exporter.start()
 
     def __repr__(self) -> str:
         return f"glm5ray {self._spec.engine}: scheduler ({self._spec.layout})"
@@ -143,6 +148,7 @@ class SchedulerActor:
         """Ends the engine and its workers; clients are told. Harmless if called twice."""
         self._listen()
         await asyncio.to_thread(self._engine.stop, timeout_s)
+        await asyncio.to_thread(self._exporter.stop)
 
     # --- clients ----------------------------------------------------------------------------------------------------
 

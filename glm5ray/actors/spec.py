@@ -24,6 +24,8 @@ class EngineSpec:
     """Which loop; the workers are other processes, so they compute while the scheduler plans."""
     client_timeout_s: float = 30.0
     """A client that has not asked for events for so long is gone: its requests are aborted."""
+    metrics_every_s: float = 5.0
+    """How often figures are handed to Ray; its agents collect every ten seconds."""
 
     @property
     def layout(self) -> str:

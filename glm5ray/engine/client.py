@@ -43,6 +43,8 @@ class EngineStatus:
     seconds_since_step: float
     """Age of the oldest step in flight, or 0 if none is: what the watchdog looks at."""
     num_restarts: int
+    steps_per_second: float
+    """Mean of the last ten seconds."""
     scheduler: SchedulerStats
 
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 import logging
 import secrets
 import threading
+import time
 from collections import deque
 from dataclasses import replace
 from typing import TYPE_CHECKING, Protocol
 
 from glm5ray.engine.client import EngineState, EngineStatus
+from glm5ray.engine.step_rate import StepRate
 from glm5ray.errors import EngineUnavailable, Glm5RayError, RequestError
 from glm5ray.protocol import FinishReason, TokenEvent
 from glm5ray.scheduler.stats import SchedulerStats
@@ -89,6 +91,7 @@ class EngineLoop:
         self._stalled_after_s = stalled_after_s
         self._core: EngineCore | None = None
         self._stats = _NO_STATS
+        self._step_rate = StepRate()
         self._changed = threading.Condition()
         self._state = EngineState.STARTING
         self._detail = "workers start and load the model"
@@ -153,6 +156,7 @@ class EngineLoop:
             layout=self._layout,
             seconds_since_step=age,
             num_restarts=core.num_restarts if core is not None else 0,
+            steps_per_second=self._step_rate.per_second(time.monotonic()),
             scheduler=self._stats,
         )
 
@@ -215,6 +219,7 @@ class EngineLoop:
             if core.has_work:
                 events += core.step()
             self._stats = core.scheduler.stats()
+            self._step_rate.note(self._stats.num_steps, time.monotonic())
             if events:
                 self._sink.deliver(events)
 

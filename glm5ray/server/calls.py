@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from contextlib import aclosing
 from typing import TYPE_CHECKING, NamedTuple, cast
 
@@ -12,6 +11,7 @@ from glm5ray.engine.outputs import RequestOutput
 from glm5ray.engine.results import RequestFailure, RequestResult
 from glm5ray.errors import EngineUnavailable, RequestError
 from glm5ray.protocol import FinishReason
+from glm5ray.server.timings import RequestTimings
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator
@@ -97,8 +97,7 @@ class RunningCall:
 
     async def _pump(self, number: int, request: GenerateRequest) -> None:
         output = RequestOutput(request, self._tokenizer)
-        metrics, started_s = self._metrics, time.monotonic()
-        last_s: dict[int, float] = {}
+        timings = RequestTimings(self._metrics, len(request.prompt_token_ids))
         events = cast("AsyncGenerator[TokenEvent]", self._client.generate(request))
         async with aclosing(events):
             async for event in events:
@@ -106,23 +105,11 @@ class RunningCall:
                 if progress.stop:
                     await self._client.abort(request.request_id, event.index, FinishReason.STOP)
                 if isinstance(progress.result, RequestFailure):
-                    metrics.ended("error")
+                    self._metrics.ended("error")
                     raise progress.result.error
                 if (delta := progress.delta) is None:
                     continue
-                now_s = time.monotonic()
-                if delta.token_ids:
-                    if not last_s:
-                        metrics.ttft_s.observe(now_s - started_s)
-                    elif delta.index in last_s:
-                        metrics.inter_token_s.observe(now_s - last_s[delta.index])
-                    last_s[delta.index] = now_s
-                    metrics.generation_tokens.inc(len(delta.token_ids))
-                if delta.finish_reason is not None:
-                    metrics.ended(str(delta.finish_reason))
-                if progress.result is not None:
-                    metrics.prompt_tokens.inc(len(request.prompt_token_ids))
-                    metrics.latency_s.observe(now_s - started_s)
+                timings.arrived(delta, is_last=progress.result is not None)
                 await self._put(News(number, delta, progress.result))
                 if progress.result is not None:
                     return

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
-from glm5ray.engine.client import EngineState
+from glm5ray.engine.figures import engine_figures
 from glm5ray.metrics import METRICS
 
 if TYPE_CHECKING:
@@ -26,6 +26,7 @@ class ServerMetrics:
         self._registry = CollectorRegistry()
         self.ttft_s = self._histogram("vllm:time_to_first_token_seconds")
         self.inter_token_s = self._histogram("vllm:inter_token_latency_seconds")
+        self.time_per_token_s = self._histogram("vllm:request_time_per_output_token_seconds")
         self.latency_s = self._histogram("vllm:e2e_request_latency_seconds")
         self.prompt_tokens = self._counter("vllm:prompt_tokens").labels(model_name)
         self.generation_tokens = self._counter("vllm:generation_tokens").labels(model_name)
@@ -61,29 +62,11 @@ class _EngineFigures:
         self._status = status
 
     def collect(self) -> Iterator[Family]:
-        status, stats = self._status, self._status.scheduler
-        values = {
-            "vllm:num_requests_running": stats.num_running,
-            "vllm:num_requests_waiting": stats.num_waiting,
-            "vllm:kv_cache_usage_perc": stats.num_pages_held / max(1, stats.num_pages),
-            "vllm:num_preemptions": stats.num_preemptions,
-            "vllm:prefix_cache_queries": stats.prefix_query_tokens,
-            "vllm:prefix_cache_hits": stats.prefix_hit_tokens,
-            "glm5ray:engine_epoch": status.epoch,
-            "glm5ray:engine_restarts": status.num_restarts,
-            "glm5ray:step_age_seconds": status.seconds_since_step,
-            "glm5ray:steps": stats.num_steps,
-            "glm5ray:corrupted_sequences": stats.num_corrupted,
-            "glm5ray:quarantined_sequences": stats.num_quarantined,
-        }
-        for name, value in values.items():
-            metric = METRICS[name]
-            kind = GaugeMetricFamily if metric.kind == "gauge" else CounterMetricFamily
-            family = kind(name, metric.help, labels=["model_name"])
-            family.add_metric([self._model_name], value)
-            yield family
-        state = METRICS["glm5ray:engine_state"]
-        family = GaugeMetricFamily(state.name, state.help, labels=["model_name", *state.labels])
-        for known in EngineState:
-            family.add_metric([self._model_name, known.value], float(known is status.state))
-        yield family
+        families: dict[str, GaugeMetricFamily | CounterMetricFamily] = {}
+        for figure in engine_figures(self._status):
+            metric = METRICS[figure.name]
+            if (family := families.get(metric.name)) is None:
+                kind = GaugeMetricFamily if metric.kind == "gauge" else CounterMetricFamily
+                family = families[metric.name] = kind(metric.name, metric.help, labels=["model_name", *metric.labels])
+            family.add_metric([self._model_name, *figure.labels], figure.value)
+        yield from families.values()

@@ -31,6 +31,7 @@ def ray_cluster() -> Iterator[None]:
         namespace="glm5ray",
         log_to_driver=False,
         _temp_dir=folder,
+        _system_config={"metrics_report_interval_ms": 1000},  # ten times as often as by default
         runtime_env={"env_vars": {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}},
     )
     yield
