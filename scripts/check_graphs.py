@@ -11,6 +11,7 @@ Exits with 1 if graphs and fixed batches differ, or if no step came from a fixed
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import sys
 import time
@@ -40,15 +41,15 @@ SETTINGS = [
     "cache.prefix_caching=false",
     "runner.max_graph_seqs=64",
 ]
-BATCHES = (1, 3, 64)
-"""3 is padded."""
+BATCHES = ((1, 64), (3, 64), (64, 64), (3, 2100))
+"""(prompts, tokens of one). 3 is padded; with 2,100 tokens the indexer selects."""
 NEW_TOKENS = 32
 
 
-def tokens(llm: LLM, count: int) -> list[tuple[int, ...]]:
+def tokens(llm: LLM, count: int, length: int) -> list[tuple[int, ...]]:
     """Of ``count`` prompts, every other one drawn, with a seed."""
     rng = Random(count)
-    prompts = [[rng.randrange(llm.capacity.vocab_size) for _ in range(64)] for _ in range(count)]
+    prompts = [[rng.randrange(llm.capacity.vocab_size) for _ in range(length)] for _ in range(count)]
     params = [
         SamplingParams(max_tokens=NEW_TOKENS, temperature=float(i % 2), seed=i, top_p=0.9, ignore_eos=True)
         for i in range(count)
@@ -60,13 +61,14 @@ def tokens(llm: LLM, count: int) -> list[tuple[int, ...]]:
 
 
 def measure(mode: str, overrides: list[str]) -> dict[str, Any]:
+    gc.collect()  # the worker of the mode before: two have room, three have not
     config = load_config(None, [*SETTINGS, *overrides, f"runner.cuda_graphs={mode}"])
     started = time.perf_counter()
     worker = Worker.load(config)
     report: dict[str, Any] = {"mode": mode, "load_s": round(time.perf_counter() - started, 1)}
     tokenizer = tokenizer_of(resolve_checkpoint(config.model.path), config.model.load_format)
     with LLM.from_executor(InProcessExecutor(lambda: worker, threaded=False), tokenizer, config) as llm:
-        report["tokens"] = {str(count): tokens(llm, count) for count in BATCHES}
+        report["tokens"] = {f"{count}x{length}": tokens(llm, count, length) for count, length in BATCHES}
         rows = [measure_row(llm, count, 256, NEW_TOKENS, 1, 0) for count in (1, 64)]
         report["tpot_ms"] = {str(row["conc"]): row["tpot_ms"] for row in rows}
     if worker.runner is not None:
