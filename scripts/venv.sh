@@ -33,6 +33,10 @@ install_into_venv() {
     # compat: a path entry instead of an import hook, which a folder of the same name (the clone, seen from beside it) would hide
     .venv/bin/python -m pip install --disable-pip-version-check -c constraints.txt \
       --config-settings editable_mode=compat -e ".${extra:+[$extra]}"
+    if [ "$extra" = test ] && [ "$(uname)" = Linux ]; then
+      # Its signatures and layouts are tested without a GPU; what it requires beside is compilers and libraries for one.
+      .venv/bin/python -m pip install --disable-pip-version-check --no-deps --no-compile -c constraints.txt flashinfer-python
+    fi
     printf '%s\n' "$wanted" >"$stamp"
   fi
 }

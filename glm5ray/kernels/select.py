@@ -16,6 +16,7 @@ from glm5ray.kernels.interface import Kernels
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+    from types import ModuleType
 
 log = logging.getLogger(__name__)
 
@@ -38,6 +39,8 @@ class Provider:
     """Whether it serves padded rows (position -1, slot -1)."""
     captures: bool = False
     """Whether a CUDA graph can hold it: launches only, whose number and sizes do not depend on data."""
+    package: str = ""
+    """What must be installed for it beside this package's own requirements: its module, which is imported first."""
 
     def reason_against(self, op: str, device: str, is_nvfp4: bool = False) -> str | None:
         """Why it cannot serve ``op`` on ``device``, with weights in NVFP4 or not; ``None``: it can."""
@@ -86,9 +89,19 @@ PROVIDERS = (
         nvfp4_ops=("experts",),
         only_nvfp4_ops=("experts",),
     ),
+    Provider(
+        "flashinfer",
+        "glm5ray.kernels.flashinfer_ops",
+        devices=("cuda",),
+        ops=("mla_attention", "experts"),
+        nvfp4_ops=("experts",),
+        only_nvfp4_ops=("experts",),
+        pads=False,
+        package="flashinfer",
+    ),
 )
-"""In order of preference. What stands behind the reference, which serves everything, computes another function and is
-only chosen by name."""
+"""In order of preference. What stands behind the reference, which serves everything, computes another function or is
+not measured, and is only chosen by name."""
 
 
 class Choice(NamedTuple):
@@ -117,13 +130,31 @@ def kernel_table(choices: Mapping[str, str], device: str, nvfp4_ops: frozenset[s
 
 def select_kernels(choices: Mapping[str, str], device: str, nvfp4_ops: frozenset[str] = frozenset()) -> Kernels:
     """The table of callables for :class:`glm5ray.model.glm5.Glm5`; arguments and errors as :func:`kernel_table`. Logs
-    one line an op."""
-    modules = {provider.name: provider.module for provider in PROVIDERS}
+    one line an op.
+
+    A module that compiles, or that only some devices can run, has ``load(op)``: it is called here, so that no step
+    compiles. Raises :class:`ConfigError` if its device or its package is not here."""
+    known = {provider.name: provider for provider in PROVIDERS}
     chosen = {}
     for op, provider, why in kernel_table(choices, device, nvfp4_ops):
         log.info("kernel op=%s provider=%s why=%r", op, provider, why)
-        chosen[op] = getattr(import_module(modules[provider]), op)
+        module = _import(known[provider], op)
+        if hasattr(module, "load"):
+            module.load(op)
+        chosen[op] = getattr(module, op)
     return Kernels(**chosen)
+
+
+def _import(provider: Provider, op: str) -> ModuleType:
+    if provider.package:
+        try:
+            import_module(provider.package)
+        except ImportError as error:
+            raise ConfigError(
+                f"kernels.{op} is {provider.name!r}, which needs the package {provider.package} ({error}); install "
+                "glm5ray[gpu], or remove the setting"
+            ) from error
+    return import_module(provider.module)
 
 
 def reason_against_fixed_batches(
