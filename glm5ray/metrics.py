@@ -20,6 +20,13 @@ class Metric:
     labels: tuple[str, ...] = ()
     buckets: tuple[float, ...] = ()
     """Upper bounds of a histogram, in seconds."""
+    of: Literal["engine", "server"] = "engine"
+    """Who counts: an engine, for all of its clients, or a server, for its own requests."""
+
+    @property
+    def series(self) -> str:
+        """Name of the series; a histogram has several, which begin so."""
+        return f"{self.name}_total" if self.kind == "counter" else self.name
 
 
 METRICS: dict[str, Metric] = {
@@ -31,16 +38,24 @@ METRICS: dict[str, Metric] = {
         Metric("vllm:num_preemptions", "counter", "Sequences that gave their pages back to others."),
         Metric("vllm:prefix_cache_queries", "counter", "Prompt tokens that were looked up in the prefix cache."),
         Metric("vllm:prefix_cache_hits", "counter", "Of these, tokens that were found."),
-        Metric("vllm:prompt_tokens", "counter", "Prompt tokens of requests that ended."),
-        Metric("vllm:generation_tokens", "counter", "Tokens sent to clients."),
-        Metric("vllm:request_success", "counter", "Choices that ended, by reason.", ("finished_reason",)),
-        Metric("vllm:time_to_first_token_seconds", "histogram", "From a request to its first token.", (), _LATENCIES),
+        Metric("vllm:prompt_tokens", "counter", "Prompt tokens of requests that ended.", of="server"),
+        Metric("vllm:generation_tokens", "counter", "Tokens sent to clients.", of="server"),
+        Metric("vllm:request_success", "counter", "Choices that ended, by reason.", ("finished_reason",), of="server"),
+        Metric(
+            "vllm:time_to_first_token_seconds",
+            "histogram",
+            "From a request to its first token.",
+            (),
+            _LATENCIES,
+            of="server",
+        ),
         Metric(
             "vllm:inter_token_latency_seconds",
             "histogram",
             "Between two arrivals of tokens of one choice.",
             (),
             _TOKEN_TIMES,
+            of="server",
         ),
         Metric(
             "vllm:request_time_per_output_token_seconds",
@@ -48,8 +63,11 @@ METRICS: dict[str, Metric] = {
             "Mean time between two tokens of a choice that ended, its first token left out.",
             (),
             _TOKEN_TIMES,
+            of="server",
         ),
-        Metric("vllm:e2e_request_latency_seconds", "histogram", "From a request to its end.", (), _LATENCIES),
+        Metric(
+            "vllm:e2e_request_latency_seconds", "histogram", "From a request to its end.", (), _LATENCIES, of="server"
+        ),
         Metric("glm5ray:engine_info", "gauge", "1; the labels say which engine it is.", ("engine", "layout")),
         Metric("glm5ray:engine_state", "gauge", "1 for the state that the engine is in.", ("state",)),
         Metric("glm5ray:engine_epoch", "gauge", "Incarnation of the workers."),
@@ -59,7 +77,7 @@ METRICS: dict[str, Metric] = {
         Metric("glm5ray:steps_per_second", "gauge", "Steps of the engine a second, over the last ten seconds."),
         Metric("glm5ray:tokens_scheduled", "counter", "Tokens that went through the model: of prompts, and decoded."),
         Metric("glm5ray:tokens_sampled", "counter", "Tokens that the engine drew, whoever asked for them."),
-        Metric("glm5ray:requests_aborted", "counter", "Requests whose client left before the end."),
+        Metric("glm5ray:requests_aborted", "counter", "Requests whose client left before the end.", of="server"),
         Metric("glm5ray:corrupted_sequences", "counter", "Sequences whose numbers went wrong."),
         Metric("glm5ray:quarantined_sequences", "counter", "Sequences with which the workers died again and again."),
     )

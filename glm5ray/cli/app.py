@@ -13,7 +13,7 @@ from typing import Annotated
 import typer
 
 from glm5ray import __version__
-from glm5ray.cli import bench, check, cluster, evaluate, generate, run_batch, serve, signals, weights
+from glm5ray.cli import bench, check, cluster, evaluate, generate, metrics, run_batch, serve, signals, weights
 from glm5ray.errors import Glm5RayError
 
 app = typer.Typer(
@@ -35,6 +35,7 @@ app.command("down")(cluster.down_command)
 app.add_typer(weights.app, name="weights")
 app.add_typer(bench.app, name="bench")
 app.add_typer(evaluate.app, name="eval")
+app.add_typer(metrics.app, name="metrics")
 
 
 def _print_version(wanted: bool) -> None:

@@ -1,0 +1,109 @@
+"""The Grafana dashboard asks for what is really exported."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+from importlib import resources
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import httpx
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+from typer.testing import CliRunner
+
+from glm5ray.cli.app import app
+from glm5ray.metrics import METRICS, ray_name
+
+if TYPE_CHECKING:
+    from types import ModuleType
+
+ROOT = Path(__file__).parents[2]
+SELECTOR = re.compile(r'__name__=~"([^"]+)"')
+
+
+@pytest.fixture(scope="module")
+def dashboard() -> dict[str, Any]:
+    return json.loads((resources.files("glm5ray") / "dashboards" / "grafana.json").read_text("utf-8"))
+
+
+def queries(dashboard: dict[str, Any]) -> list[str]:
+    return [target["expr"] for panel in dashboard["panels"] for target in panel.get("targets", [])]
+
+
+def names(expression: str, source: str) -> list[re.Pattern[str]]:
+    """What an expression selects by name, when the variable has this value."""
+    selectors = SELECTOR.findall(expression)
+    assert selectors, expression
+    assert len(selectors) == expression.replace("${", "").count("{"), "every selector has a name"
+    return [re.compile(selector.replace("${source:raw}", source)) for selector in selectors]
+
+
+def sources(dashboard: dict[str, Any]) -> dict[str, str]:
+    (variable,) = (v for v in dashboard["templating"]["list"] if v["name"] == "source")
+    assert variable["query"] == ", ".join(f"{o['text']} : {o['value']}" for o in variable["options"])
+    return {option["text"]: option["value"] for option in variable["options"]}
+
+
+def test_every_name_is_one_of_a_running_server(dashboard: dict[str, Any], nano_url: str) -> None:
+    httpx.post(f"{nano_url}/v1/completions", json={"prompt": "The sky is", "max_tokens": 3}, timeout=30)
+    page = text_string_to_metric_families(httpx.get(f"{nano_url}/metrics").text)
+    exported = {sample.name for family in page for sample in family.samples}
+    asked = [name for query in queries(dashboard) for name in names(query, sources(dashboard)["server's /metrics"])]
+    for name in asked:
+        assert any(name.fullmatch(known) for known in exported), name.pattern
+    series = {name: (metric.series, f"{name}_bucket") for name, metric in METRICS.items()}
+    shown = {name for name, known in series.items() if any(n.fullmatch(one) for n in asked for one in known)}
+    assert set(METRICS) - shown == {"glm5ray:engine_info", "glm5ray:engine_epoch"}, "the others are on no panel"
+
+
+def test_what_is_of_the_engine_is_found_in_ray(dashboard: dict[str, Any]) -> None:
+    """That Ray really has these names, tests/actors/test_metrics_export.py says."""
+    in_ray = {f"ray_{ray_name(metric.series)}" for metric in METRICS.values() if metric.of == "engine"}
+    of_server = [ray_name(metric.series) for metric in METRICS.values() if metric.of == "server"]
+    found = set()
+    for query in queries(dashboard):
+        for name in names(query, sources(dashboard)["Ray"]):
+            found |= (matches := {known for known in in_ray if name.fullmatch(known)})
+            histograms = [f"{known}_bucket" for known in of_server]
+            assert matches or any(name.fullmatch(f"ray_{known}") for known in of_server + histograms), name.pattern
+    assert in_ray - found == {"ray_glm5ray_engine_info", "ray_glm5ray_engine_epoch"}
+
+
+def test_panels_have_places_and_known_variables(dashboard: dict[str, Any]) -> None:
+    taken: set[tuple[int, int]] = set()
+    for panel in dashboard["panels"]:
+        place = panel["gridPos"]
+        cells = {(place["x"] + i, place["y"] + j) for i in range(place["w"]) for j in range(place["h"])}
+        assert not cells & taken, panel["title"]
+        assert max(x for x, _ in cells) < 24
+        taken |= cells
+    assert len({panel["id"] for panel in dashboard["panels"]}) == len(dashboard["panels"])
+    known = {variable["name"] for variable in dashboard["templating"]["list"]} | {"__rate_interval"}
+    for query in queries(dashboard):
+        assert set(re.findall(r"\$\{?(\w+)", query)) <= known
+        assert all(query.count(a) == query.count(b) for a, b in ("()", "{}", "[]"))
+
+
+def test_the_file_is_what_its_script_makes(dashboard: dict[str, Any]) -> None:
+    assert script().dashboard_json() == dashboard
+
+
+def script() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("grafana_dashboard", ROOT / "scripts" / "grafana_dashboard.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_command_writes_it(dashboard: dict[str, Any], tmp_path: Path) -> None:
+    assert json.loads(CliRunner().invoke(app, ["metrics", "grafana"]).stdout) == dashboard
+    target = tmp_path / "glm5ray.json"
+    assert CliRunner().invoke(app, ["metrics", "grafana", "-o", str(target)]).exit_code == 0
+    assert json.loads(target.read_text()) == dashboard
+    listed = json.loads(CliRunner().invoke(app, ["metrics", "list", "--json"]).stdout)["metrics"]
+    assert [row["name"] for row in listed] == [metric.series for metric in METRICS.values()]
