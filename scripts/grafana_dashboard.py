@@ -1,8 +1,8 @@
 """Writes the Grafana dashboard that the package ships: ``python scripts/grafana_dashboard.py``.
 
 Each panel is a line of a table below. A query names its metric so that one dashboard serves both places where the
-figures are: ``{__name__=~"${source:raw}vllm[:_]num_requests_running"}`` is ``vllm:num_requests_running`` of the server's
-``/metrics`` or ``ray_vllm_num_requests_running`` of Ray, as the variable ``source`` says.
+figures are: ``{__name__=~"${source:raw}vllm[:_]num_requests_running"}`` is the server's
+``vllm:num_requests_running`` or Ray's ``ray_vllm_num_requests_running``, as the variable ``source`` says.
 """
 
 from __future__ import annotations
