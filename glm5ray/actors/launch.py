@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import logging
+import signal
+import threading
 import time
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +27,7 @@ from glm5ray.engine.llm import LLM
 from glm5ray.errors import ConfigError, EngineUnavailable
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from glm5ray.config import EngineConfig
     from glm5ray.engine.client import EngineInfo, EngineStatus
@@ -62,17 +65,34 @@ def join_ray(address: str | None = "auto") -> None:
             join_ray("auto")
         except EngineUnavailable:
             authentication.prepare()  # Ray would make the token as well, readable for all
-            ray.init(namespace=NAMESPACE, include_dashboard=False, log_to_driver=False)
+            with _signals_kept():
+                ray.init(namespace=NAMESPACE, include_dashboard=False, log_to_driver=False)
         return
     local_head.require_answer(address)
     authentication.use_token()
     # it warns that the cluster asks for a token, which is as it should be
     logging.getLogger("ray._private.authentication.authentication_token_setup").setLevel(logging.ERROR)
     try:
-        ray.init(address=address, namespace=NAMESPACE, log_to_driver=False, logging_level=logging.WARNING)
+        with _signals_kept():
+            ray.init(address=address, namespace=NAMESPACE, log_to_driver=False, logging_level=logging.WARNING)
     except (ConnectionError, RayError, ValueError) as error:
         where = "on this machine" if address == "auto" else f"at {address}"
         raise EngineUnavailable(f"no Ray cluster answers {where}: {' '.join(str(error).split())}") from error
+
+
+@contextmanager
+def _signals_kept() -> Iterator[None]:
+    """Ray puts a SIGTERM handler of its own, which exits with status 15, in the place of the program's."""
+    if threading.current_thread() is not threading.main_thread():
+        yield  # no thread but the main one may set handlers; Ray's attempt fails and it goes on without
+        return
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            if handler is not None:  # one that was not set from Python cannot be set again from it
+                signal.signal(number, handler)
 
 
 def leave_ray() -> None:

@@ -101,7 +101,12 @@ def _local_client(settings: EngineConfig, bar: ProgressBar) -> LocalClient:
         executor = InProcessExecutor(lambda: Worker.load(settings, progress=load_progress(bar)), threaded=is_overlapped)
         return EngineCore(executor, settings.scheduler, settings.cache, overlap=is_overlapped)
 
-    return LocalClient(make_core, model_path=settings.model.path, stalled_after_s=settings.recovery.stalled_after_s)
+    return LocalClient(
+        make_core,
+        model_path=settings.model.path,
+        max_logprobs=settings.scheduler.max_logprobs,
+        stalled_after_s=settings.recovery.stalled_after_s,
+    )
 
 
 def _serve_from_ray(
@@ -133,6 +138,7 @@ async def _serve(client: EngineClient, settings: EngineConfig, bound: socket.soc
     from glm5ray.model.weights import resolve_checkpoint
     from glm5ray.openai_api.requests import ServedModel
     from glm5ray.server.app import create_app
+    from glm5ray.server.state_watch import watch_state
     from glm5ray.tokenizer import Tokenizer
 
     info = await client.info()
@@ -159,4 +165,8 @@ async def _serve(client: EngineClient, settings: EngineConfig, bound: socket.soc
     server = uvicorn.Server(
         uvicorn.Config(app, log_level="warning", lifespan="off", timeout_graceful_shutdown=SHUTDOWN_S)
     )
-    await server.serve(sockets=[bound])
+    watch = asyncio.create_task(watch_state(client, lambda line: typer.echo(line, err=True), engine=info.engine))
+    try:
+        await server.serve(sockets=[bound])
+    finally:
+        watch.cancel()

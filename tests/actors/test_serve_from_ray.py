@@ -1,0 +1,83 @@
+"""``glm5ray serve --address`` as a user runs it."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import httpx
+import pytest
+import ray
+
+pytestmark = [
+    pytest.mark.ray,
+    pytest.mark.usefixtures("ray_cluster"),
+    pytest.mark.filterwarnings("ignore::ResourceWarning"),
+]
+
+ROOT = Path(__file__).parents[2]
+COMMAND = [sys.executable, "-c", "from glm5ray.cli.app import main; main()"]
+
+JOIN = """
+import signal, sys
+from glm5ray.actors.launch import join_ray
+
+def ours(number, frame):
+    sys.exit(128 + number)
+
+for number in (signal.SIGINT, signal.SIGTERM):
+    signal.signal(number, ours)
+join_ray(sys.argv[1])
+assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == [ours, ours]
+"""
+
+
+def environment() -> dict[str, str]:
+    return {**os.environ, "PYTHONPATH": str(ROOT), "RAY_AUTH_MODE": "disabled"}
+
+
+def test_joining_ray_leaves_the_signals_to_the_program():
+    address = ray.get_runtime_context().gcs_address
+    done = subprocess.run(
+        [sys.executable, "-c", JOIN, address],
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_serve_ends_with_the_status_of_the_signal_and_ends_its_engine(number: signal.Signals, status: int):
+    from glm5ray.actors.launch import list_engines
+
+    engine = f"signal{number.value}"
+    arguments = ["serve", "--address", ray.get_runtime_context().gcs_address, "--engine", engine, "--port", "0"]
+    process = subprocess.Popen([*COMMAND, *arguments], env=environment(), stderr=subprocess.PIPE, text=True)
+    try:
+        assert process.stderr is not None
+        url = next(
+            found[1]
+            for line in process.stderr
+            if (found := re.search(r"serving nano at (http://127\.0\.0\.1:\d+)", line)) is not None
+        )
+        body = {"model": "nano", "prompt": "The", "max_tokens": 2}
+        answer = httpx.post(f"{url}/v1/completions", json=body, timeout=30)
+        assert answer.json()["usage"]["completion_tokens"] == 2
+        process.send_signal(number)
+        rest = process.stderr.read()
+        assert process.wait(30) == status, rest
+        assert "Traceback" not in rest
+        assert engine not in list_engines()
+    finally:
+        process.kill()
+        process.wait(10)
+        if process.stderr is not None:
+            process.stderr.close()
