@@ -66,6 +66,9 @@ class ModelSection:
     bfloat16."""
     load_format: Literal["checkpoint", "dummy"] = "checkpoint"
     """dummy: random weights in the layout that ``config.json`` in ``path`` describes; no other file is needed."""
+    dummy_routing: Literal["weights", "uniform"] = "weights"
+    """With dummy weights, which experts a token has: those that its random router chooses, or, to measure what balanced
+    routing costs, any, each as likely; the router is computed all the same."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -318,6 +321,11 @@ def _check_ranges(config: EngineConfig) -> None:
             raise ConfigError(f"{name} is {value}; it must be above 0")
         if value > highest:
             raise ConfigError(f"{name} is {value}; it must be at most {highest}")
+    if config.model.dummy_routing == "uniform" and config.model.load_format != "dummy":
+        raise ConfigError(
+            "model.dummy_routing is 'uniform', which would change what a real model says; set model.load_format=dummy, "
+            "or remove it"
+        )
     parallel = config.parallel
     if parallel.dp_size > 1 and parallel.ep_size != parallel.world_size:
         raise ConfigError(

@@ -1,11 +1,15 @@
 """Decode ladder and prefill of a slice of GLM-5 with random NVFP4 weights, on the GPU that is here.
 
-    python scripts/gpu_ladder.py [--json FILE] [--limit SECONDS] [--concurrency 1,10,...] [--set section.field=value]
+    python scripts/gpu_ladder.py [--json FILE] [--limit SECONDS] [--rows 1,10,2048:32x16] [--set section.field=value]
 
-First the nano model's greedy tokens in float32 on the GPU are compared with the CPU's. Then, for each concurrency: n
-prompts of 256 random tokens at once, greedy, end-of-sequence ignored; ``prefill_s`` is the wall time with 1 new token,
-``total_s`` with 65, and ``tpot_ms = (total_s - prefill_s) / 64``; each measured once, after a warm-up. Last one prompt
-of 8,192 tokens. The report is written after every row, so that a limit leaves what was measured.
+First the nano model's greedy tokens in float32 on the GPU are compared with the CPU's. Then, for each row: n prompts of
+256 random tokens at once, greedy, end-of-sequence ignored; ``prefill_s`` is the wall time with 1 new token, ``total_s``
+with 65, and ``tpot_ms = (total_s - prefill_s) / 64``; each measured once, after a warm-up. ``n:PxN`` is a row of n
+prompts of P tokens and N new ones after the first, for what would take too long otherwise; its sizes stand in the row.
+Last one prompt of 8,192 tokens. Experts are chosen uniformly (``model.dummy_routing``), as the peer's figures have it.
+
+A row that fails says so and the next one is tried; a request that is not answered is a failure. The report is written
+after every row, so that a limit leaves what was measured.
 """
 
 from __future__ import annotations
@@ -16,11 +20,11 @@ import time
 from importlib import resources
 from pathlib import Path
 from random import Random
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-from glm5ray.bench.offline import measure_row, timed
+from glm5ray.bench.offline import attempt_row, timed
 from glm5ray.bench.report import environment
 from glm5ray.config import load_config
 from glm5ray.engine.llm import LLM
@@ -32,11 +36,27 @@ SLICE = Path(str(resources.files("glm5ray"))) / "bench" / "slices" / "glm5-12l-n
 SETTINGS = [
     f"model.path={SLICE}",
     "model.load_format=dummy",
-    "scheduler.max_num_seqs=1024",
+    "model.dummy_routing=uniform",
     "scheduler.max_num_batched_tokens=8192",
     "scheduler.max_model_len=16384",
     "cache.prefix_caching=false",
 ]
+
+
+class Row(NamedTuple):
+    number: int
+    prompt_tokens: int
+    new_tokens: int
+
+
+def parse_rows(text: str) -> list[Row]:
+    """``1,10,2048:32x16``"""
+    rows = []
+    for part in text.split(","):
+        number, _, sizes = part.partition(":")
+        prompt_tokens, _, new_tokens = (sizes or "256x64").partition("x")
+        rows.append(Row(int(number), int(prompt_tokens), int(new_tokens)))
+    return rows
 
 
 def nano_tokens(device: str) -> list[tuple[int, ...]]:
@@ -61,7 +81,8 @@ def nano_tokens(device: str) -> list[tuple[int, ...]]:
 
 
 def measure(report: dict[str, Any], arguments: argparse.Namespace, save: Any) -> None:
-    config = load_config(None, [*SETTINGS, *arguments.set])
+    most = max(row.number for row in arguments.rows)
+    config = load_config(None, [*SETTINGS, f"scheduler.max_num_seqs={most}", *arguments.set])
     started = time.perf_counter()
     with LLM(config=config) as llm:
         report["config"] = config.to_dict()
@@ -69,17 +90,21 @@ def measure(report: dict[str, Any], arguments: argparse.Namespace, save: Any) ->
         report["memory_allocated_gb"] = round(torch.cuda.memory_allocated() / 1e9, 1)
         report["capacity_tokens"] = llm.capacity.num_pages * llm.capacity.page_size
         save()
-        for number in arguments.concurrency:
+        for row in arguments.rows:
             if time.perf_counter() - arguments.started > arguments.limit:
-                report["cut_short"] = f"before concurrency {number}: over {arguments.limit} s"
+                report["cut_short"] = f"before concurrency {row.number}: over {arguments.limit} s"
                 break
-            report["one_h200"].append(measure_row(llm, number, 256, 64, 1, 0))
+            done = attempt_row(llm, row.number, row.prompt_tokens, row.new_tokens, 1, 0)
+            report["one_h200"].append({**done, "prompt_tokens": row.prompt_tokens, "new_tokens": row.new_tokens})
             print(report["one_h200"][-1], flush=True)
             save()
         rng = Random(2)
         prompt = tuple(rng.randrange(llm.capacity.vocab_size) for _ in range(8192))
-        timed(llm, [prompt], 1)
-        report["prefill_8192_s"] = round(timed(llm, [prompt], 1), 4)
+        try:
+            timed(llm, [prompt], 1)
+            report["prefill_8192_s"] = round(timed(llm, [prompt], 1), 4)
+        except (Glm5RayError, RuntimeError) as error:
+            report["prefill_8192_s"] = f"failed: {error}"
         report["peak_memory_gb"] = round(torch.cuda.max_memory_allocated() / 1e9, 1)
         save()
 
@@ -88,9 +113,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, default=Path("gpu-ladder.json"))
     parser.add_argument("--limit", type=float, default=150.0, help="seconds after which no further row is begun")
-    parser.add_argument(
-        "--concurrency", type=lambda text: [int(n) for n in text.split(",")], default="1,10,64,256,512,1024"
-    )
+    parser.add_argument("--rows", type=parse_rows, default="1,10,64,256,512,1024")
     parser.add_argument("--set", action="append", default=[])
     arguments = parser.parse_args()
     arguments.started = time.perf_counter()
@@ -115,7 +138,8 @@ def main() -> None:
     measure(report, arguments, save)
     print("conc  prefill_s  total_s  tpot_ms  decode_tok_s")
     for row in report["one_h200"]:
-        print("{conc:4d} {prefill_s:10.3f} {total_s:8.3f} {tpot_ms:8.3f} {decode_tok_s:13.1f}".format(**row))
+        line = "{conc:4d} {prefill_s:10.3f} {total_s:8.3f} {tpot_ms:8.3f} {decode_tok_s:13.1f}"
+        print(f"{row['conc']:4d} {row['error']}" if "error" in row else line.format(**row))
     print("prefill of 8,192 tokens:", report.get("prefill_8192_s"), "s")
 
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from glm5ray.bench.report import environment
 from glm5ray.engine.llm import LLM
 from glm5ray.engine.results import RequestFailure
-from glm5ray.errors import ConfigError
+from glm5ray.errors import ConfigError, Glm5RayError
 from glm5ray.protocol import GenerateRequest, SamplingParams
 
 if TYPE_CHECKING:
@@ -94,17 +94,30 @@ def measure_row(
     }
 
 
+def attempt_row(llm: LLM, number: int, *sizes: int) -> dict[str, Any]:
+    """:func:`measure_row`; if the engine fails at it, ``{"conc", "error"}``, so that other rows are measured all the
+    same."""
+    try:
+        return measure_row(llm, number, *sizes)
+    except (Glm5RayError, RuntimeError) as error:  # RuntimeError: what torch raises, no memory among it
+        return {"conc": number, "error": f"{type(error).__name__}: {' '.join(str(error).split())}"}
+
+
 def timed(llm: LLM, prompts: Sequence[tuple[int, ...]], max_tokens: int) -> float:
-    """Wall seconds until all prompts have ``max_tokens`` new tokens. A request that fails is an error, not a fast
-    one."""
+    """Wall seconds until all prompts have ``max_tokens`` new tokens. A request that fails, or that gets no answer, is an
+    error, not a fast one."""
     params = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
     requests = [
         GenerateRequest(request_id=f"bench-{i}", prompt_token_ids=prompt, sampling=params)
         for i, prompt in enumerate(prompts)
     ]
     started = time.perf_counter()
+    answered = set()
     for result in llm.run(requests):
         if isinstance(result, RequestFailure):
             raise result.error
         assert result.num_output_tokens == max_tokens, f"{result.num_output_tokens} tokens instead of {max_tokens}"
-    return time.perf_counter() - started
+        answered.add(result.request_id)
+    elapsed = time.perf_counter() - started
+    assert len(answered) == len(prompts), f"{len(answered)} of {len(prompts)} requests were answered"
+    return elapsed

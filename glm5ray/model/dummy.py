@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from glm5ray.model.glm5 import MoE
+
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
@@ -28,6 +30,19 @@ def dummy_state(model: nn.Module, device: torch.device | str) -> dict[str, Tenso
         generator.manual_seed(zlib.crc32(name.encode()))
         state[name] = _values(name, parameter, generator)
     return state
+
+
+def route_uniformly(model: nn.Module, max_tokens: int, device: torch.device | str) -> None:
+    """From now on, each row of a step has experts that are drawn once and for all, any set of them as likely, others in
+    each layer. Costs nothing in a step: the ids are a view.
+
+    max_tokens: most rows of a step. Random weights route nearly alike what lies near in the hidden space, and with
+    random weights all tokens come to do: a few experts would get most of them."""
+    for name, moe in model.named_modules():
+        if isinstance(moe, MoE):
+            generator = torch.Generator(device).manual_seed(zlib.crc32(name.encode()))
+            lots_TE = torch.rand(max_tokens, len(moe.gate.weight), device=device, generator=generator)
+            moe.dummy_ids_TA = lots_TE.topk(moe.settings.num_experts_per_tok, dim=-1, sorted=False).indices
 
 
 def _values(name: str, like: Tensor, generator: torch.Generator) -> Tensor:

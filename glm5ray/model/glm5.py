@@ -276,6 +276,8 @@ class MoE(nn.Module):
         self.experts = RoutedExperts(build)
         shared_width = config.n_shared_experts * config.moe_intermediate_size
         self.shared_experts = MLP(build, shared_width, "moe_intermediate_size") if shared_width else None
+        self.dummy_ids_TA: Tensor | None = None
+        """Experts of each row of a step in place of those chosen (:func:`glm5ray.model.dummy.route_uniformly`)."""
 
     def forward(self, x_TM: Tensor) -> Tensor:
         if self.parallel.ep_size > 1:
@@ -298,7 +300,10 @@ class MoE(nn.Module):
         return parallel.gather_rows(out_YM, len(x_TM)) + parallel.all_reduce(self.shared_experts(x_TM))
 
     def _route(self, x_TM: Tensor) -> tuple[Tensor, Tensor]:
-        return self.kernels.route(x_TM, self.gate.weight, self.gate.e_score_correction_bias, self.settings)
+        ids_TA, weights_TA = self.kernels.route(
+            x_TM, self.gate.weight, self.gate.e_score_correction_bias, self.settings
+        )
+        return ids_TA if self.dummy_ids_TA is None else self.dummy_ids_TA[: len(x_TM)], weights_TA
 
 
 class DecoderLayer(nn.Module):

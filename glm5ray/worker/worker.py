@@ -12,7 +12,7 @@ import torch
 from glm5ray.errors import ConfigError
 from glm5ray.kernels.select import reason_against_fixed_batches, select_kernels
 from glm5ray.model.cache import PagedCache, kv_dtype
-from glm5ray.model.dummy import dummy_state
+from glm5ray.model.dummy import dummy_state, route_uniformly
 from glm5ray.model.glm5 import Glm5
 from glm5ray.model.packed import packs_experts
 from glm5ray.model.weights import ShardSpec, load_shard, resolve_checkpoint
@@ -96,6 +96,9 @@ class Worker:
         model.load_state_dict(state, strict=True, assign=True)
         del state
         model.prepare()
+        if config.model.dummy_routing == "uniform":
+            limits = config.scheduler
+            route_uniformly(model, max(limits.max_num_batched_tokens, limits.max_num_seqs) * parallel.dp_size, device)
         if device.startswith("cuda"):
             torch.cuda.empty_cache()  # what packing freed counts as room for pages
         logger.info("loaded model=%s seconds=%.1f", folder, time.perf_counter() - started)
@@ -114,6 +117,11 @@ class Worker:
         elif config.runner.cuda_graphs:
             logger.info("decode steps run eagerly, without CUDA graphs: %s", reason)
         return worker
+
+    @property
+    def model(self) -> Glm5:
+        """What it computes with; for those who look into it."""
+        return self._model
 
     def use_fixed_batches(self, max_rows: int, *, captured: bool) -> None:
         """From now on decode steps of up to ``max_rows`` sequences are computed by a :class:`DecodeRunner`;
