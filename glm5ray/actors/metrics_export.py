@@ -17,7 +17,7 @@ from glm5ray.engine.figures import engine_figures
 from glm5ray.metrics import METRICS, ray_name
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from glm5ray.engine.client import EngineStatus
 
@@ -32,7 +32,7 @@ class EngineMetrics:
         self._metrics: dict[str, Counter | Gauge] = {}
         self._counted: dict[tuple[str, tuple[str, ...]], float] = {}
 
-    def export(self, status: EngineStatus) -> None:
+    def tell(self, status: EngineStatus) -> None:
         """Hands ``status`` to Ray. Counters there can only be added to, so they get what came since the last time."""
         for figure in engine_figures(status):
             metric = METRICS[figure.name]
@@ -50,12 +50,18 @@ class EngineMetrics:
                 self._counted[figure.name, figure.labels] = figure.value
 
 
-class MetricsExporter:
-    """Exports every few seconds, until :meth:`stop`, in a daemon thread."""
+class StatusWatcher:
+    """Reads an engine's status every few seconds and tells it to ``listeners``, in a daemon thread."""
 
-    def __init__(self, metrics: EngineMetrics, status: Callable[[], EngineStatus], *, every_s: float) -> None:
-        self._metrics = metrics
+    def __init__(
+        self,
+        status: Callable[[], EngineStatus],
+        listeners: Sequence[Callable[[EngineStatus], None]],
+        *,
+        every_s: float,
+    ) -> None:
         self._status = status
+        self._listeners = listeners
         self._every_s = every_s
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name="glm5ray-metrics", daemon=True)
@@ -65,17 +71,18 @@ class MetricsExporter:
         self._thread.start()
 
     def stop(self) -> None:
-        """The last figures are exported first."""
+        """They are told once more."""
         self._ended.set()
         self._thread.join(self._every_s)
 
     def _run(self) -> None:
-        while True:
+        is_last = False
+        while not is_last:
             is_last = self._ended.wait(self._every_s)
             try:
-                self._metrics.export(self._status())
+                status = self._status()
+                for tell in self._listeners:
+                    tell(status)
             except Exception:  # the outermost loop: figures must never end an engine
-                logger.exception("figures could not be exported; no more will be")
-                return
-            if is_last:
+                logger.exception("the figures are watched no longer")
                 return

@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from glm5ray.actors.mailboxes import Mailboxes, engine_id
-from glm5ray.actors.metrics_export import EngineMetrics, MetricsExporter
+from glm5ray.actors.metrics_export import EngineMetrics, StatusWatcher
+from glm5ray.actors.status_log import StatusLog
 from glm5ray.engine.client import EngineInfo, EngineStatus
 from glm5ray.engine.core import EngineCore, collect_garbage_rarely
 from glm5ray.engine.engine_loop import EngineLoop
@@ -101,11 +102,14 @@ class SchedulerActor:
         )
         self._engine.start()
         metrics = EngineMetrics(model_name=Path(spec.config.model.path).name, engine=spec.engine)
-        self._exporter = MetricsExporter(metrics, self._engine.status, every_s=spec.metrics_every_s)
-        self._exporter.start()
+        self._watcher = StatusWatcher(
+            self._engine.status, [StatusLog().tell, metrics.tell], every_s=spec.metrics_every_s
+        )
+        self._watcher.start()
 
     def __repr__(self) -> str:
-        return f"glm5ray {self._spec.engine}: scheduler ({self._spec.layout})"
+        model = Path(self._spec.config.model.path).name
+        return f"glm5ray {self._spec.engine}: scheduler ({model}, {self._spec.layout})"
 
     def _make_core(self, epoch: int) -> EngineCore:
         spec = self._spec
@@ -148,7 +152,7 @@ class SchedulerActor:
         """Ends the engine and its workers; clients are told. Harmless if called twice."""
         self._listen()
         await asyncio.to_thread(self._engine.stop, timeout_s)
-        await asyncio.to_thread(self._exporter.stop)
+        await asyncio.to_thread(self._watcher.stop)
 
     # --- clients ----------------------------------------------------------------------------------------------------
 

@@ -95,7 +95,8 @@ def _engine_line(engine: dict[str, Any]) -> str:
         counts = engine["scheduler"]
         line += (
             f", {engine['model']}, {engine['layout']}, {counts['num_running']} running, "
-            f"{counts['num_waiting']} waiting, {engine['num_restarts']} restarts"
+            f"{counts['num_waiting']} waiting, {engine['steps_per_second']:.1f} steps/s, "
+            f"{engine['num_restarts']} restarts"
         )
     return f"{line} ({engine['detail']})" if engine["detail"] else line
 
