@@ -27,7 +27,7 @@ from glm5ray.engine.executor import InProcessExecutor
 from glm5ray.engine.llm import LLM
 from glm5ray.engine.results import RequestResult
 from glm5ray.model.byte_tokenizer import tokenizer_of
-from glm5ray.model.weights import resolve_checkpoint
+from glm5ray.model.checkpoint_folder import resolve_checkpoint
 from glm5ray.protocol import SamplingParams
 from glm5ray.worker.worker import Worker
 

@@ -214,7 +214,7 @@ def open_llm(
 
 def _llm_over(core: RemoteCore) -> LLM:
     from glm5ray.model.byte_tokenizer import tokenizer_of
-    from glm5ray.model.weights import resolve_checkpoint  # brings torch, which servers and status commands do without
+    from glm5ray.model.checkpoint_folder import resolve_checkpoint
 
     tokenizer = tokenizer_of(resolve_checkpoint(core.info.model_path), core.config.model.load_format)
     return LLM.from_core(core, tokenizer, core.config)

@@ -60,10 +60,10 @@ def _report(settings: EngineConfig, memory_gib: float | None) -> dict[str, Any]:
 
     from glm5ray.errors import ConfigError
     from glm5ray.kernels.select import kernel_table
+    from glm5ray.model.checkpoint_folder import resolve_checkpoint
     from glm5ray.model.load_plan import plan_weights
     from glm5ray.model.name_table import ShardSpec
     from glm5ray.model.packed import packs_experts
-    from glm5ray.model.weights import resolve_checkpoint
     from glm5ray.model_config import ModelConfig
     from glm5ray.worker.worker import pick_device, pick_dtype
 

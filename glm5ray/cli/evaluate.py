@@ -43,7 +43,7 @@ def nano_command(
     settings = options.engine_config("nano", config, overrides)
 
     from glm5ray.engine.llm import LLM
-    from glm5ray.model.weights import resolve_checkpoint
+    from glm5ray.model.checkpoint_folder import resolve_checkpoint
     from glm5ray.nano.engine_backend import EngineBackend
     from glm5ray.nano.evaluate import generation_table, load_tokenizer, main
 

@@ -135,7 +135,7 @@ async def _serve(client: EngineClient, settings: EngineConfig, bound: socket.soc
 
     import uvicorn
 
-    from glm5ray.model.weights import resolve_checkpoint
+    from glm5ray.model.checkpoint_folder import resolve_checkpoint
     from glm5ray.openai_api.requests import ServedModel
     from glm5ray.server.app import create_app
     from glm5ray.server.state_watch import watch_state

@@ -29,8 +29,8 @@ def inspect_command(
       glm5ray weights inspect nano
       glm5ray weights inspect /models/GLM-5.2-NVFP4 --tp 8 --ep 8 --json
     """
+    from glm5ray.model.checkpoint_folder import resolve_checkpoint
     from glm5ray.model.checkpoint_report import inspect_checkpoint
-    from glm5ray.model.weights import resolve_checkpoint
 
     report = inspect_checkpoint(resolve_checkpoint(folder), tp=tp, ep=ep)
     if json_output:

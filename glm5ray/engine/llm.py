@@ -97,7 +97,7 @@ class LLM:
         :class:`ConfigError`.
         """
         from glm5ray.model.byte_tokenizer import tokenizer_of
-        from glm5ray.model.weights import resolve_checkpoint
+        from glm5ray.model.checkpoint_folder import resolve_checkpoint
         from glm5ray.worker.worker import Worker, pick_device
 
         config = config or EngineConfig()

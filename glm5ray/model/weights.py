@@ -12,9 +12,6 @@ and that vectors (norms, biases) are finite. The values of matrices are not look
 from __future__ import annotations
 
 import logging
-from difflib import get_close_matches
-from importlib import resources
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -28,6 +25,7 @@ from glm5ray.quantization.dequantize import dequantize, find_bad_scale
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from pathlib import Path
 
     from torch import Tensor
 
@@ -35,34 +33,9 @@ if TYPE_CHECKING:
     from glm5ray.model.name_table import Placement
     from glm5ray.model_config import ModelConfig
 
-__all__ = ["ShardSpec", "load_shard", "resolve_checkpoint"]
+__all__ = ["ShardSpec", "load_shard"]
 
 logger = logging.getLogger(__name__)
-
-
-def resolve_checkpoint(name: str) -> Path:
-    """The folder of a checkpoint: ``nano`` for the one inside the package, else a path.
-
-    Raises :class:`CheckpointError` that names the nearest thing there is.
-    """
-    if name == "nano":
-        folder = Path(str(resources.files("glm5ray"))) / "nano" / "checkpoint"
-        if not (folder / "config.json").is_file():
-            raise CheckpointError("this installation has no 'nano' model inside; name a checkpoint folder instead")
-        return folder
-    folder = Path(name).expanduser()
-    if not folder.exists():
-        around = [str(folder.parent / entry.name) for entry in _subfolders(folder.parent)]
-        close = get_close_matches(str(folder), around, n=1) or get_close_matches(name, ["nano"], n=1)
-        hint = (
-            f"; did you mean '{close[0]}'?"
-            if close
-            else "; name a checkpoint folder, or 'nano' for the one inside the package"
-        )
-        raise CheckpointError(f"there is no checkpoint folder {name}{hint}")
-    if not folder.is_dir():
-        raise CheckpointError(f"{name} is a file; name the folder that holds config.json and the safetensors files")
-    return folder
 
 
 def load_shard(
@@ -147,10 +120,3 @@ def _warn_of_coarse_router(weights: list[StoredWeight]) -> None:
                 "%s is %s; routing is as coarse as that, F32 is usual", weight.first.name, weight.first.dtype
             )
             return
-
-
-def _subfolders(folder: Path) -> list[Path]:
-    try:
-        return [entry for entry in folder.iterdir() if entry.is_dir()]
-    except OSError:
-        return []

@@ -12,10 +12,11 @@ import torch
 from glm5ray.errors import ConfigError
 from glm5ray.kernels.select import reason_against_fixed_batches, select_kernels
 from glm5ray.model.cache import PagedCache, kv_dtype
+from glm5ray.model.checkpoint_folder import resolve_checkpoint
 from glm5ray.model.dummy import dummy_state, route_uniformly
 from glm5ray.model.glm5 import Glm5
 from glm5ray.model.packed import packs_experts
-from glm5ray.model.weights import ShardSpec, load_shard, resolve_checkpoint
+from glm5ray.model.weights import ShardSpec, load_shard
 from glm5ray.model_config import ModelConfig
 from glm5ray.parallel import ParallelContext
 from glm5ray.protocol import Capacity, StepOutput

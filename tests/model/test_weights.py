@@ -16,11 +16,12 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from glm5ray.errors import CheckpointError, ConfigError
+from glm5ray.model.checkpoint_folder import resolve_checkpoint
 from glm5ray.model.checkpoint_report import inspect_checkpoint
 from glm5ray.model.name_table import checkpoint_weights, place_weight
 from glm5ray.model.safetensors_reader import CheckpointFiles
 from glm5ray.model.tiny import write_tiny
-from glm5ray.model.weights import ShardSpec, load_shard, resolve_checkpoint
+from glm5ray.model.weights import ShardSpec, load_shard
 from glm5ray.model_config import ModelConfig
 from glm5ray.quantization.fp8_block import dequantize_fp8_block
 from glm5ray.quantization.nvfp4 import dequantize_nvfp4, dequantize_nvfp4_inverse

@@ -16,7 +16,7 @@ from glm5ray.engine.core import EngineCore
 from glm5ray.engine.executor import InProcessExecutor
 from glm5ray.engine.llm import LLM
 from glm5ray.engine.local_client import LocalClient
-from glm5ray.model.weights import resolve_checkpoint
+from glm5ray.model.checkpoint_folder import resolve_checkpoint
 from glm5ray.openai_api.requests import ServedModel
 from glm5ray.server.app import create_app
 from glm5ray.tokenizer import Tokenizer
