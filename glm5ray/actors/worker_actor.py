@@ -14,7 +14,7 @@ from glm5ray.protocol import decode_step, encode_output
 if TYPE_CHECKING:
     from glm5ray.config import EngineConfig
     from glm5ray.parallel import ParallelContext
-    from glm5ray.protocol import Capacity
+    from glm5ray.protocol import Capacity, StepInput
 
 MEETING_TIMEOUT_S = 120.0
 """All ranks are processes that run already when they are asked to meet."""
@@ -87,14 +87,19 @@ class WorkerActor:
 
     def run(self, line: Line) -> None:
         """Computes step after step, for ever. Rank 0 answers; of several data-parallel groups the first of each."""
+        from glm5ray.worker.step_loop import compute_steps
+
         sizes = self._config.parallel
         answers = self._rank in range(0, sizes.dp_size * sizes.tp_size, sizes.tp_size)
         socket = zmq.Context.instance().socket(zmq.DEALER)
         socket.setsockopt(zmq.LINGER, 0)
         socket.curve_serverkey, socket.curve_publickey, socket.curve_secretkey = line[1:]
         socket.connect(line.address)
-        while True:
-            output = self._worker.execute(decode_step(socket.recv()))
+
+        def receive(waits: bool) -> StepInput | None:
+            return decode_step(socket.recv()) if waits or socket.poll(0) else None
+
+        for output in compute_steps(self._worker, receive):
             if answers:
                 socket.send(encode_output(output))
 

@@ -94,11 +94,13 @@ def _local_client(settings: EngineConfig, bar: ProgressBar) -> LocalClient:
     from glm5ray.engine.local_client import LocalClient
     from glm5ray.worker.worker import Worker, pick_device
 
-    overlap = settings.scheduler.overlap
-    is_overlapped = pick_device(settings.model.device) == "cuda" if overlap == "auto" else overlap
+    on_gpu = pick_device(settings.model.device) == "cuda"
+    is_overlapped = on_gpu if settings.scheduler.overlap == "auto" else settings.scheduler.overlap
 
     def make_core() -> EngineCore:
-        executor = InProcessExecutor(lambda: Worker.load(settings, progress=load_progress(bar)), threaded=is_overlapped)
+        executor = InProcessExecutor(
+            lambda: Worker.load(settings, progress=load_progress(bar)), threaded=is_overlapped and not on_gpu
+        )
         return EngineCore(executor, settings.scheduler, settings.cache, overlap=is_overlapped)
 
     return LocalClient(

@@ -33,7 +33,8 @@ class Executor(Protocol):
         ...
 
     def submit(self, step: StepInput) -> PendingStep:
-        """Returns at once; a second step may be submitted while one runs."""
+        """Returns at once; a second step may be submitted while one runs. Raises :class:`WorkerDied` if that is known
+        already."""
         ...
 
     def shutdown(self) -> None:
@@ -62,7 +63,7 @@ class _Running:
     def result(self, timeout_s: float | None = None) -> StepOutput:
         error = self._future.exception(timeout_s)
         if error is not None:
-            raise WorkerDied(f"the worker failed in a step: {type(error).__name__}: {error}") from error
+            raise _death(error) from error
         return self._future.result()
 
 
@@ -77,16 +78,37 @@ class _Deferred:
         try:
             return self._worker.execute(self._step)
         except Exception as error:
-            raise WorkerDied(f"the worker failed in a step: {type(error).__name__}: {error}") from error
+            raise _death(error) from error
+
+
+class _Launched:
+    """A step that the device has in its queue."""
+
+    def __init__(self, worker: Worker, step: StepInput) -> None:
+        try:
+            self._launched = worker.launch(step)
+        except Exception as error:
+            raise _death(error) from error
+
+    def result(self, timeout_s: float | None = None) -> StepOutput:
+        try:
+            return self._launched.output()
+        except Exception as error:
+            raise _death(error) from error
+
+
+def _death(error: BaseException) -> WorkerDied:
+    return WorkerDied(f"the worker failed in a step: {type(error).__name__}: {error}")
 
 
 class InProcessExecutor:
     """One worker in this process.
 
-    ``threaded``: it has a thread of its own, where it is loaded as well, and computes while the engine schedules.
-    Otherwise each step is computed in the thread that asks for its output: every thread that calls PyTorch has its own
-    team of OpenMP threads, and two teams on a few cores are in each other's way
-    (docs/adr/0007-one-thread-for-torch.md).
+    On a GPU a step is queued when it is submitted, behind the one that runs: the GPU has its next step before anyone
+    waits for the one before. On a CPU each step is computed in the thread that asks for its output: every thread that
+    calls PyTorch has its own team of OpenMP threads, and two teams on a few cores are in each other's way
+    (docs/adr/0007-one-thread-for-torch.md). ``threaded``: the worker has a thread of its own all the same, where it is
+    loaded as well, and computes while the engine schedules.
     """
 
     def __init__(self, load: Callable[[], Worker], *, threaded: bool) -> None:
@@ -102,7 +124,7 @@ class InProcessExecutor:
     def submit(self, step: StepInput) -> PendingStep:
         assert self._worker is not None, "submit() before start()"
         if self._thread is None:
-            return _Deferred(self._worker, step)
+            return (_Launched if self._worker.is_asynchronous else _Deferred)(self._worker, step)
         return _Running(self._thread.submit(self._worker.execute, step))
 
     def shutdown(self) -> None:

@@ -114,10 +114,9 @@ class LLM:
                 raise ConfigError(f"model is {model!r}; it must be a folder's path or the name of a model")
             config = replace(config, model=replace(config.model, path=str(model)))
         tokenizer = tokenizer_of(resolve_checkpoint(config.model.path), config.model.load_format)
-        overlap = config.scheduler.overlap
-        if overlap == "auto":
-            overlap = pick_device(config.model.device) == "cuda"
-        executor = InProcessExecutor(lambda: Worker.load(config, progress=progress), threaded=overlap)
+        on_gpu = pick_device(config.model.device) == "cuda"
+        overlap = on_gpu if config.scheduler.overlap == "auto" else config.scheduler.overlap
+        executor = InProcessExecutor(lambda: Worker.load(config, progress=progress), threaded=overlap and not on_gpu)
         self._open(EngineCore(executor, config.scheduler, config.cache, overlap=overlap), tokenizer, config)
 
     @classmethod

@@ -73,9 +73,16 @@ def split_rows(rows_NL: Tensor, latent_dim: int, rope_dim: int) -> LatentRows:
     )
 
 
+def finite(x: Tensor) -> Tensor:
+    """``x`` as the cache may hold it: what is not finite becomes 0. A kernel may multiply rows that it masks, and 0
+    times NaN is NaN, so one sequence that fails would take those with it that get its pages."""
+    return x.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
+
+
 def write_latent(rows_NL: Tensor, slots_T: Tensor, latent_TC: Tensor, key_TR: Tensor) -> None:
-    """Rows of the tokens, quantised if ``rows_NL`` is."""
+    """Rows of the tokens, quantised if ``rows_NL`` is, and :func:`finite`."""
     rows = split_rows(rows_NL, latent_TC.shape[1], key_TR.shape[1])
+    latent_TC, key_TR = finite(latent_TC), finite(key_TR)
     rows.key_NR[slots_T] = key_TR.to(rows.key_NR.dtype)
     if rows.scales_NG is None:
         rows.latent_NC[slots_T] = latent_TC
@@ -129,8 +136,9 @@ def split_keys(keys: Tensor, head_dim: int) -> IndexKeys:
 
 
 def write_keys(keys: Tensor, slots_T: Tensor, key_TI: Tensor) -> None:
-    """Index keys of the tokens, quantised if ``keys`` are."""
+    """Index keys of the tokens, quantised if ``keys`` are, and :func:`finite`."""
     views = split_keys(keys, key_TI.shape[1])
+    key_TI = finite(key_TI)
     page_T, offset_T = slots_T // views.keys_PsI.shape[1], slots_T % views.keys_PsI.shape[1]
     if views.scales_Ps is None:
         views.keys_PsI[page_T, offset_T] = key_TI

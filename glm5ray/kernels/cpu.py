@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch.nn import functional
 
-from glm5ray.kernels.cache_rows import quantise_index, split_keys, split_rows, write_keys, write_latent
+from glm5ray.kernels.cache_rows import finite, quantise_index, split_keys, split_rows, write_keys, write_latent
 from glm5ray.kernels.slice_groups import MAX_GATHERED_ROWS, group_pieces, split_slices
 
 if TYPE_CHECKING:
@@ -75,7 +75,7 @@ def append_latent(
     if rows_NL.dtype == torch.uint8:
         write_latent(rows_NL, slots_T, rms_norm(c_TC, weight_C, eps), k_pe_TR)
         return
-    rows_NL.index_copy_(0, slots_T, torch.cat([rms_norm(c_TC, weight_C, eps), k_pe_TR], dim=-1))
+    rows_NL.index_copy_(0, slots_T, finite(torch.cat([rms_norm(c_TC, weight_C, eps), k_pe_TR], dim=-1)))
 
 
 def append_index_keys(
@@ -86,7 +86,7 @@ def append_index_keys(
     if keys_NI.dtype == torch.uint8:
         write_keys(keys_NI, slots_T, key_TI)
         return
-    keys_NI.index_copy_(0, slots_T, key_TI)
+    keys_NI.index_copy_(0, slots_T, finite(key_TI))
 
 
 def mla_query(q_THD: Tensor, w_uk_HUC: Tensor, rope_TR: Tensor) -> Tensor:

@@ -198,7 +198,8 @@ class AppendLatent(Protocol):
     def __call__(
         self, kv_TL: Tensor, weight_C: Tensor, eps: float, rope_TR: Tensor, slots_T: Tensor, rows_NL: Tensor
     ) -> None:
-        """Writes ``rows[slots] = [rms_norm(kv[:, :C]) | rope(kv[:, C:])]``. kv_TL may have strided rows.
+        """Writes ``rows[slots] = [rms_norm(kv[:, :C]) | rope(kv[:, C:])]``, with 0 for what is not finite: the cache
+        holds finite numbers, whatever a sequence computes. kv_TL may have strided rows.
 
         rows_NL, here and for attention: of the model's type [N, L], or uint8, which are FP8 rows as
         :mod:`glm5ray.kernels.cache_rows` lays them out."""
@@ -216,8 +217,8 @@ class AppendIndexKeys(Protocol):
         slots_T: Tensor,
         keys_NI: Tensor,
     ) -> None:
-        """Writes ``keys[slots] = rope(layer_norm(k))``; the norm with bias in fp32, the rotation on the first R. k_TI
-        may have strided rows.
+        """Writes ``keys[slots] = rope(layer_norm(k))``; the norm with bias in fp32, the rotation on the first R; 0 for
+        what is not finite. k_TI may have strided rows.
 
         keys_NI, here and for selection: of the model's type [N, I], or uint8, which are FP8 keys page by page
         (:mod:`glm5ray.kernels.cache_rows`); the queries are then quantised alike, and scores are those of the

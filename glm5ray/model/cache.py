@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from glm5ray.errors import ConfigError
-from glm5ray.kernels.cache_rows import index_page_bytes, latent_row_bytes, split_keys
+from glm5ray.kernels.cache_rows import index_page_bytes, latent_row_bytes
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -57,7 +57,6 @@ class PagedCache:
             return torch.zeros(num_pages, page_bytes, dtype=torch.uint8, device=device)
 
         full = index_key_layers(config, with_mtp=with_mtp)
-        self._index_dim = config.index_head_dim
         self.latent: list[Tensor] = []
         self.index_keys: list[Tensor | None] = []
         for is_full in full:
@@ -67,19 +66,6 @@ class PagedCache:
     @property
     def device(self) -> torch.device:
         return self.latent[0].device
-
-    def zero_slots(self, slots: Tensor) -> None:
-        """Clears these slots (int64 [n]) in every layer: what a failed sequence wrote must not outlive it."""
-        for rows in self.latent:
-            rows[slots] = 0
-        for keys in self.index_keys:
-            if keys is not None:
-                views = split_keys(keys, self._index_dim)
-                page, offset = slots // views.keys_PsI.shape[1], slots % views.keys_PsI.shape[1]
-                bytes_PsI = views.keys_PsI.view(torch.uint8) if views.scales_Ps is not None else views.keys_PsI
-                bytes_PsI[page, offset] = 0
-                if views.scales_Ps is not None:
-                    views.scales_Ps[page, offset] = 0
 
     @staticmethod
     def bytes_per_page(config: ModelConfig, page_size: int, dtype: torch.dtype, *, with_mtp: bool = False) -> int:

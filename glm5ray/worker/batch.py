@@ -16,10 +16,9 @@ import numpy as np
 import torch
 
 from glm5ray.kernels.interface import ForwardBatch
+from glm5ray.worker.transfers import stage
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from glm5ray.protocol import Capacity, NewSequence, SamplingParams, StepInput
 
 
@@ -137,6 +136,7 @@ class Mirror:
         positions_T = np.arange(ends_S[-1]) + np.repeat(starts_S - first_S, counts_S)
         slice_T = np.repeat(np.arange(len(sequences), dtype=np.int32), counts_S)
         rows_T = rows_S[slice_T]
+        known_T = self._known_tokens(sequences, step, first_S, len(rows_T))
         pages_T = self._page_table_RP[rows_T, positions_T // self.page_size].astype(np.int64)
         assert pages_T.min() >= 0, f"step {step.step_id} writes a token where its sequence has no page"
         max_visible = int((starts_S + counts_S).max())
@@ -156,17 +156,32 @@ class Mirror:
             if end == sequence.num_tokens:
                 sampling.append(sequence)
                 sample_rows.append(first + count - 1)
+        inputs = stage(
+            {
+                "tokens": known_T,
+                "positions": positions_T,
+                "slots": pages_T * self.page_size + positions_T % self.page_size,
+                "slices": slice_T,
+                "rows": rows_T,
+                "page_table": self._page_table_RP[rows_S, :max_pages],
+                "logits_rows": np.array(sample_rows, dtype=np.int64),
+            },
+            self.device,
+        )
+        tokens_T = inputs["tokens"]
+        if known_T.min() < 0:
+            tokens_T = torch.where(tokens_T >= 0, tokens_T, self.last_token_R[inputs["rows"]])
         batch = ForwardBatch(
-            token_ids_T=self._token_ids(sequences, step, first_S, rows_T),
-            positions_T=torch.from_numpy(positions_T).to(self.device),
-            slots_T=torch.from_numpy(pages_T * self.page_size + positions_T % self.page_size).to(self.device),
-            slice_T=torch.from_numpy(slice_T).to(self.device),
-            page_table_SP=torch.from_numpy(self._page_table_RP[rows_S, :max_pages]).to(self.device),
+            token_ids_T=tokens_T,
+            positions_T=inputs["positions"],
+            slots_T=inputs["slots"],
+            slice_T=inputs["slices"],
+            page_table_SP=inputs["page_table"],
             starts=tuple(step.starts),
             num_tokens=tuple(step.num_tokens),
             page_size=self.page_size,
             max_visible=max_visible,
-            logits_rows_L=torch.tensor(sample_rows, dtype=torch.int64, device=self.device),
+            logits_rows_L=inputs["logits_rows"],
         )
         for sequence in sampling:
             sequence.num_tokens += 1
@@ -197,24 +212,17 @@ class Mirror:
             page_table_SP=self._page_table_RP[rows_S, : -(-(int(positions_S.max()) + 1) // self.page_size)],
         )
 
-    def _token_ids(
-        self, sequences: list[MirrorSequence], step: StepInput, first_S: np.ndarray, rows_T: np.ndarray
-    ) -> Tensor:
-        """Tokens of the step: those a sequence arrived with from the host, the last sampled one from the device."""
-        token_ids_T = np.empty(len(rows_T), dtype=np.int64)
-        sampled_T = []
+    def _known_tokens(
+        self, sequences: list[MirrorSequence], step: StepInput, first_S: np.ndarray, num_tokens: int
+    ) -> np.ndarray:
+        """Tokens of the step that the sequences arrived with; -1 where only the device has it, the last one sampled."""
+        known_T = np.full(num_tokens, -1, dtype=np.int64)
         for sequence, first, start, count in zip(
             sequences, first_S.tolist(), step.starts, step.num_tokens, strict=True
         ):
             known = sequence.token_ids[start : start + count]
-            token_ids_T[first : first + len(known)] = known
-            if len(known) < count:
-                assert len(known) == count - 1 == 0, (
-                    f"sequence {sequence.seq_id}: {count} tokens that only the device has"
-                )
-                sampled_T.append(first)
-        tokens = torch.from_numpy(token_ids_T).to(self.device)
-        if sampled_T:
-            at = torch.tensor(sampled_T, device=self.device)
-            tokens[at] = self.last_token_R[torch.from_numpy(rows_T[sampled_T]).to(self.device)]
-        return tokens
+            known_T[first : first + len(known)] = known
+            assert len(known) == count or len(known) == count - 1 == 0, (
+                f"sequence {sequence.seq_id}: {count} tokens that only the device has"
+            )
+        return known_T

@@ -39,14 +39,14 @@ LEAST_BOUND = 512
 
 @dataclass(frozen=True, slots=True)
 class Decoded:
-    """What came back of a step."""
+    """What a step leaves on the device, valid for what is queued before the next step."""
 
-    token_ids: list[int] | None
-    """Of each sequence; ``None``: they are to be sampled from the logits."""
+    token_ids_L: Tensor | None
+    """int64, of each sequence; ``None``: they are to be sampled from the logits."""
     logits_LV: Tensor
-    """fp32, valid until the next step."""
-    hidden_is_finite: list[bool]
-    logits_are_finite: list[bool]
+    """fp32"""
+    is_finite_2L: Tensor
+    """int64: whether the hidden state is finite, and the logits are."""
 
 
 def batch_sizes(most: int) -> list[int]:
@@ -86,7 +86,6 @@ class DecodeRunner:
         self._buffers = FixedBuffers(max_rows, self._pages(self._bounds[-1]), mirror.spare_row, device)
         self._logits_BV = torch.zeros(max_rows, self._vocab_size, dtype=torch.float32, device=device)
         self._results = torch.zeros(3 * max_rows, dtype=torch.int64, device=device)
-        self._host_results = torch.zeros(3 * max_rows, dtype=torch.int64, pin_memory=device.type == "cuda")
         self._forward_graphs: dict[tuple[int, int], Callable[[], None]] = {}
         self._sample_graphs: dict[tuple[int, SamplingKind], Callable[[], None]] = {}
         self.num_fixed_steps = 0
@@ -108,7 +107,7 @@ class DecodeRunner:
 
     @torch.inference_mode()
     def run(self, decode: Decode, kind: SamplingKind | None) -> Decoded:
-        """Computes the step. With ``kind`` its tokens are sampled, too, and are the rows' last ones in the mirror."""
+        """Queues the step. With ``kind`` its tokens are sampled, too, and are the rows' last ones in the mirror."""
         count = len(decode.sequences)
         size, bound = self._variant(count, decode.max_visible)
         views = self._buffers.views(size, self._pages(bound))
@@ -123,12 +122,11 @@ class DecodeRunner:
                 self._sample_graphs[size, kind]()
             else:
                 self._sample(views, size, kind)
-        ids, hidden, logits = self._read_results(size)
+        results_3L = self._results[: 3 * size].view(3, size)[:, :count]
         return Decoded(
-            token_ids=None if kind is None else ids[:count],
+            token_ids_L=None if kind is None else results_3L[0],
             logits_LV=self._logits_BV[:count],
-            hidden_is_finite=[bool(x) for x in hidden[:count]],
-            logits_are_finite=[bool(x) for x in logits[:count]],
+            is_finite_2L=results_3L[1:],
         )
 
     @torch.inference_mode()
@@ -202,13 +200,6 @@ class DecodeRunner:
             ids_B = torch.where(is_greedy_B1[:, 0], ids_B, draw(logits_BV, draws))
         self._results[:size].copy_(ids_B)
         self._mirror.last_token_R[inputs["rows"]] = ids_B
-
-    def _read_results(self, size: int) -> list[list[int]]:
-        """One copy, and the step's only wait."""
-        self._host_results[: 3 * size].copy_(self._results[: 3 * size], non_blocking=True)
-        if self._results.is_cuda:
-            torch.cuda.current_stream().synchronize()
-        return self._host_results[: 3 * size].view(3, size).tolist()
 
     def _variant(self, count: int, visible: int) -> tuple[int, int]:
         return self._sizes[bisect_left(self._sizes, count)], self._bounds[bisect_left(self._bounds, visible)]

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 import torch
 
-from glm5ray.protocol import TokenLogprobs
+from glm5ray.worker.transfers import to_device
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -130,7 +130,7 @@ class Sampler:
         token_ids_L = logits_LV.argmax(dim=-1)
         drawn = [i for i, sequence in enumerate(sequences) if sequence.sampling.temperature >= MIN_TEMPERATURE]
         if drawn:
-            rows = torch.tensor(drawn, device=self.device)
+            rows = self._integers(drawn)
             token_ids_L[rows] = self._draw(logits_LV[rows], [sequences[i] for i in drawn])
         for row, sequence in enumerate(sequences):
             if (counts := self._penalties.get(sequence.seq_id)) is not None:
@@ -141,24 +141,24 @@ class Sampler:
         """Bias, allowed tokens and min_tokens, in place."""
         params = sequence.sampling
         if params.logit_bias:
-            ids = torch.tensor(list(params.logit_bias), device=self.device)
-            logits_V[ids] += torch.tensor(list(params.logit_bias.values()), dtype=logits_V.dtype, device=self.device)
+            bias = np.array(list(params.logit_bias.values()), dtype=np.float32)
+            logits_V[self._integers(list(params.logit_bias))] += to_device(bias, self.device)
         if params.allowed_token_ids is not None:
-            ids = torch.tensor(params.allowed_token_ids, device=self.device)
+            ids = self._integers(params.allowed_token_ids)
             allowed = logits_V[ids]
             logits_V.fill_(-torch.inf)
             logits_V[ids] = allowed
         if sequence.num_output_tokens <= params.min_tokens:  # this token is number num_output_tokens
             ends = params.stop_token_ids + (() if params.ignore_eos else self.eos_token_ids)
             if ends:
-                logits_V[torch.tensor(ends, device=self.device)] = -torch.inf
+                logits_V[self._integers(ends)] = -torch.inf
 
     def _penalise(self, logits_LV: Tensor, sequences: list[MirrorSequence]) -> None:
         """Repetition, frequency and presence penalties, in place."""
         found = [(i, s) for i, s in enumerate(sequences) if s.seq_id in self._penalties]
         if not found:
             return
-        rows = torch.tensor([i for i, _ in found], device=self.device)
+        rows = self._integers([i for i, _ in found])
         counts = [self._penalties[s.seq_id] for _, s in found]
         output_LV = torch.stack([c.output_V for c in counts])
         seen_LV = (output_LV > 0) | torch.stack([c.prompt_V for c in counts])
@@ -170,7 +170,10 @@ class Sampler:
         logits_LV[rows] = x_LV
 
     def _column(self, values: Sequence[float]) -> Tensor:
-        return torch.tensor(values, dtype=torch.float32, device=self.device)[:, None]
+        return to_device(np.array(values, dtype=np.float32), self.device)[:, None]
+
+    def _integers(self, values: Sequence[int]) -> Tensor:
+        return to_device(np.array(values, dtype=np.int64), self.device)
 
     def _draw(self, logits_LV: Tensor, sequences: list[MirrorSequence]) -> Tensor:
         """One token of each row."""
@@ -189,9 +192,9 @@ class Sampler:
                 min_p_L1=self._column([p.min_p for p in params]) if any(p.min_p > 0.0 for p in params) else None,
                 top_k_L1=self._column(top_k) if has_top else None,
                 top_p_L1=self._column([p.top_p for p in params]) if has_top else None,
-                seeds_L=torch.tensor(seeds, dtype=torch.int64, device=self.device),
-                indexes_L=torch.tensor([s.index for s in sequences], dtype=torch.int64, device=self.device),
-                positions_L=torch.tensor([s.num_output_tokens - 1 for s in sequences], device=self.device),
+                seeds_L=self._integers(seeds),
+                indexes_L=self._integers([s.index for s in sequences]),
+                positions_L=self._integers([s.num_output_tokens - 1 for s in sequences]),
             ),
         )
 
@@ -268,32 +271,3 @@ def keep_top(logits_LV: Tensor, top_k_L1: Tensor, top_p_L1: Tensor) -> Tensor:
     outside_LV = (before_LV >= top_p_L1) & (rank_V > 0) & (top_p_L1 < 1.0)
     sorted_LV = sorted_LV.masked_fill(outside_LV, -torch.inf)
     return torch.empty_like(logits_LV).scatter_(-1, order_LV, sorted_LV)
-
-
-def token_logprobs(logits_NV: Tensor, token_ids_N: Tensor, num_top: list[int]) -> list[TokenLogprobs]:
-    """Log-probabilities of ``token_ids_N`` under raw ``logits_NV`` (fp32), each with its ``num_top[i]`` most probable
-    tokens.
-
-    Ties among the most probable go to the lower token id.
-    """
-    logprobs_NV = logits_NV.log_softmax(dim=-1)
-    chosen_N1 = logprobs_NV.gather(-1, token_ids_N[:, None])
-    ranks = ((logprobs_NV > chosen_N1).sum(dim=-1) + 1).tolist()
-    widest = max(num_top, default=0)
-    values, ids = _top(logprobs_NV, widest)
-    rows = zip(
-        token_ids_N.tolist(), chosen_N1.squeeze(-1).tolist(), ids.tolist(), values.tolist(), ranks, num_top, strict=True
-    )
-    return [
-        TokenLogprobs(token_id, logprob, tuple(zip(top_ids[:k], top_values[:k], strict=True)), rank)
-        for token_id, logprob, top_ids, top_values, rank, k in rows
-    ]
-
-
-def _top(logprobs_NV: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """The k largest of each row, largest first, lower index first among equals."""
-    values_NK, ids_NK = logprobs_NV.topk(k, dim=-1)
-    # topk leaves the order of equals open: sort by id, then stably by value
-    ids_NK, by_id = ids_NK.sort(dim=-1)
-    values_NK, by_value = values_NK.gather(-1, by_id).sort(dim=-1, descending=True, stable=True)
-    return values_NK, ids_NK.gather(-1, by_value)

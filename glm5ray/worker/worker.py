@@ -7,6 +7,7 @@ import os
 import time
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 
 from glm5ray.errors import ConfigError
@@ -19,10 +20,13 @@ from glm5ray.model.packed import packs_experts
 from glm5ray.model.weights import ShardSpec, load_shard
 from glm5ray.model_config import ModelConfig
 from glm5ray.parallel import ParallelContext
-from glm5ray.protocol import Capacity, StepOutput
+from glm5ray.protocol import Capacity
 from glm5ray.worker.batch import Mirror
+from glm5ray.worker.launched import LaunchedStep
+from glm5ray.worker.logprobs import score_tokens
 from glm5ray.worker.runner import DecodeRunner
-from glm5ray.worker.sampler import Sampler, token_logprobs
+from glm5ray.worker.sampler import Sampler
+from glm5ray.worker.transfers import ReadBack, to_device
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -30,15 +34,14 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from glm5ray.config import CacheSection, EngineConfig, SchedulerSection
-    from glm5ray.protocol import StepInput, TokenLogprobs
+    from glm5ray.protocol import StepInput, StepOutput
     from glm5ray.worker.batch import Decode, MirrorSequence, Step
+    from glm5ray.worker.logprobs import Scores
 
 logger = logging.getLogger(__name__)
 
 SCORING_ROWS = 256
 """Prompt positions whose logits are held at once: at GLM-5's vocabulary, 160 MB."""
-HIDDEN_NOT_FINITE = "the model's hidden state is not finite"
-LOGITS_NOT_FINITE = "the model's logits are not finite"
 
 
 class Worker:
@@ -137,13 +140,23 @@ class Worker:
         )
         self.runner.warm_up()
 
-    @torch.inference_mode()
+    @property
+    def is_asynchronous(self) -> bool:
+        """Whether :meth:`launch` returns before the step is computed."""
+        return self._cache.device.type == "cuda"
+
     def execute(self, step: StepInput) -> StepOutput:
         """Computes one step: forward, sample, and what was asked of the prompt. Asserts the order of steps."""
-        started = time.perf_counter()
+        return self.launch(step).output()
+
+    @torch.inference_mode()
+    def launch(self, step: StepInput) -> LaunchedStep:
+        """:meth:`execute` without its end: on a GPU the step is queued behind those launched before, of which none
+        needs to be done. Asserts the order of steps."""
         assert step.epoch == self._epoch, f"a step of epoch {step.epoch} reached a worker of epoch {self._epoch}"
         assert step.step_id == self._next_step_id, f"step {step.step_id} came where {self._next_step_id} was due"
         self._next_step_id += 1
+        launched = LaunchedStep(step, ReadBack(self._cache.device), started_s=time.perf_counter())
         parallel = self._model.parallel
         assert len(step.parts) == (parallel.dp_size if parallel.dp_size > 1 else 0), f"{len(step.parts)} parts"
         part = step.parts[parallel.dp_rank] if step.parts else step
@@ -155,110 +168,64 @@ class Worker:
         if not part.seq_ids:
             if step.parts:
                 self._model.join_step()
-            return StepOutput(epoch=step.epoch, step_id=step.step_id, seq_ids=[], token_ids=[])
-        if self.runner is not None and (decode := self.runner.take(part)) is not None:
-            return self._decode(step, decode, started)
-        built = self._mirror.build(part)
-        hidden_TH = self._model.forward_hidden(built.batch, self._cache)
-        failed = self._find_failures(built, hidden_TH)
-        prompt_logprobs = {
-            sequence.seq_id: self._score_prompt(sequence, hidden_TH[first : first + count], start)
-            for sequence, first, count, start in built.scoring
-        }
-        token_ids, logprobs = self._sample(built, hidden_TH, failed)
-        return StepOutput(
-            epoch=step.epoch,
-            step_id=step.step_id,
-            seq_ids=[sequence.seq_id for sequence in built.sampling],
-            token_ids=token_ids,
-            logprobs=logprobs,
-            prompt_logprobs=prompt_logprobs,
-            failed=failed,
-            duration_s=time.perf_counter() - started,
-        )
+        elif self.runner is not None and (decode := self.runner.take(part)) is not None:
+            self._launch_decode(decode, launched)
+        else:
+            self._launch_eagerly(self._mirror.build(part), launched)
+        launched.read.close()
+        return launched
 
-    def _decode(self, step: StepInput, decode: Decode, started: float) -> StepOutput:
+    def _launch_eagerly(self, built: Step, launched: LaunchedStep) -> None:
+        hidden_TH = self._model.forward_hidden(built.batch, self._cache)
+        launched.slices = [
+            (sequence.seq_id, count) for sequence, count in zip(built.sequences, built.batch.num_tokens, strict=True)
+        ]
+        launched.hidden_is_finite_T = launched.read.add(torch.isfinite(hidden_TH.sum(dim=-1, dtype=torch.float32)))
+        for sequence, first, count, start in built.scoring:
+            parts = self._score_prompt(sequence, hidden_TH[first : first + count], start)
+            launched.prompt_scores.append((sequence.seq_id, [scores.read_back(launched.read) for scores in parts]))
+        if not built.sampling:
+            return
+        logits_LV = self._model.compute_logits(hidden_TH[built.batch.logits_rows_L])
+        launched.logits_are_finite_L = launched.read.add(torch.isfinite(logits_LV.sum(dim=-1)))
+        self._choose(logits_LV, built.sampling, launched)
+
+    def _launch_decode(self, decode: Decode, launched: LaunchedStep) -> None:
         """A step of fixed size."""
         assert self.runner is not None
         sequences = decode.sequences
         done = self.runner.run(decode, self._sampler.kind(sequences))
-        failed: dict[int, str] = {}
-        for i, sequence in enumerate(sequences):
-            if not done.hidden_is_finite[i]:
-                failed[sequence.seq_id] = HIDDEN_NOT_FINITE
-                self._cache.zero_slots(torch.from_numpy(decode.slots_S[i : i + 1]).to(self._cache.device))
-            elif not done.logits_are_finite[i]:
-                failed[sequence.seq_id] = LOGITS_NOT_FINITE
-        token_ids, logprobs = done.token_ids, {}
-        if token_ids is None:
-            token_ids, logprobs = self._choose(done.logits_LV, sequences, failed)
-        return StepOutput(
-            epoch=step.epoch,
-            step_id=step.step_id,
-            seq_ids=[sequence.seq_id for sequence in sequences],
-            token_ids=token_ids,
-            logprobs=logprobs,
-            failed=failed,
-            duration_s=time.perf_counter() - started,
-        )
+        launched.slices = [(sequence.seq_id, 1) for sequence in sequences]
+        launched.hidden_is_finite_T, launched.logits_are_finite_L = launched.read.add(done.is_finite_2L)
+        if done.token_ids_L is None:
+            self._choose(done.logits_LV, sequences, launched)
+        else:
+            launched.sampled = [sequence.seq_id for sequence in sequences]
+            launched.token_ids_L = launched.read.add(done.token_ids_L)
 
-    def _sample(
-        self, built: Step, hidden_TH: Tensor, failed: dict[int, str]
-    ) -> tuple[list[int], dict[int, TokenLogprobs]]:
-        if not built.sampling:
-            return [], {}
-        logits_LV = self._model.compute_logits(hidden_TH[built.batch.logits_rows_L])
-        finite_L = torch.isfinite(logits_LV.sum(dim=-1))
-        if not bool(finite_L.all()):
-            for sequence, finite in zip(built.sampling, finite_L.tolist(), strict=True):
-                if not finite:
-                    failed.setdefault(sequence.seq_id, LOGITS_NOT_FINITE)
-        return self._choose(logits_LV, built.sampling, failed)
-
-    def _choose(
-        self, logits_LV: Tensor, sequences: list[MirrorSequence], failed: dict[int, str]
-    ) -> tuple[list[int], dict[int, TokenLogprobs]]:
+    def _choose(self, logits_LV: Tensor, sequences: list[MirrorSequence], launched: LaunchedStep) -> None:
         """The next token of each sequence, and the log-probabilities that were asked for."""
         token_ids_L = self._sampler.sample(logits_LV, sequences)
-        rows = torch.tensor([sequence.row for sequence in sequences], device=token_ids_L.device)
-        self._mirror.last_token_R[rows] = token_ids_L
-        asked = [
-            (i, s, s.sampling.logprobs)
-            for i, s in enumerate(sequences)
-            if s.sampling.logprobs is not None and s.seq_id not in failed
-        ]
-        logprobs: dict[int, TokenLogprobs] = {}
-        if asked:
-            at = torch.tensor([i for i, _, _ in asked], device=token_ids_L.device)
-            found = token_logprobs(logits_LV[at], token_ids_L[at], [k for _, _, k in asked])
-            logprobs = {sequence.seq_id: entry for (_, sequence, _), entry in zip(asked, found, strict=True)}
-        return token_ids_L.tolist(), logprobs
+        rows = np.array([sequence.row for sequence in sequences], dtype=np.int64)
+        self._mirror.last_token_R[to_device(rows, token_ids_L.device)] = token_ids_L
+        launched.sampled = [sequence.seq_id for sequence in sequences]
+        launched.token_ids_L = launched.read.add(token_ids_L)
+        for i, sequence in enumerate(sequences):
+            if (num_top := sequence.sampling.logprobs) is not None:
+                scores = score_tokens(logits_LV[i : i + 1], token_ids_L[i : i + 1], [num_top])
+                launched.scores.append((sequence.seq_id, scores.read_back(launched.read)))
 
-    def _score_prompt(self, sequence: MirrorSequence, hidden_NH: Tensor, start: int) -> tuple[TokenLogprobs, ...]:
+    def _score_prompt(self, sequence: MirrorSequence, hidden_NH: Tensor, start: int) -> list[Scores]:
         """Log-probabilities of the prompt tokens that follow the positions ``start``..``start + N - 1``."""
         num_top = sequence.sampling.prompt_logprobs
         assert num_top is not None
-        scores: list[TokenLogprobs] = []
+        parts: list[Scores] = []
         for offset in range(0, len(hidden_NH), SCORING_ROWS):
             rows_NH = hidden_NH[offset : offset + SCORING_ROWS]
             at = start + offset + 1
-            target_N = torch.from_numpy(sequence.token_ids[at : at + len(rows_NH)]).to(rows_NH.device)
-            scores += token_logprobs(self._model.compute_logits(rows_NH), target_N, [num_top] * len(rows_NH))
-        return tuple(scores)
-
-    def _find_failures(self, built: Step, hidden_TH: Tensor) -> dict[int, str]:
-        """Sequences whose hidden states are not finite; what they wrote to the cache is zeroed, lest it spread."""
-        bad_T = ~torch.isfinite(hidden_TH.sum(dim=-1, dtype=torch.float32))
-        if not bool(bad_T.any()):
-            return {}
-        failed: dict[int, str] = {}
-        first = 0
-        for sequence, count in zip(built.sequences, built.batch.num_tokens, strict=True):
-            if bool(bad_T[first : first + count].any()):
-                failed[sequence.seq_id] = HIDDEN_NOT_FINITE
-                self._cache.zero_slots(built.batch.slots_T[first : first + count])
-            first += count
-        return failed
+            target_N = to_device(sequence.token_ids[at : at + len(rows_NH)], rows_NH.device)
+            parts.append(score_tokens(self._model.compute_logits(rows_NH), target_N, [num_top] * len(rows_NH)))
+        return parts
 
 
 def _reason_against_fixed_batches(

@@ -127,3 +127,36 @@ def test_attention_and_selection(provider: str, dims, step: str, dtype: torch.dt
     expected = reference.mla_attention.run(batch, query, rows, selected, 0.2, dims.C)
     tolerance = 1e-4 if dtype == torch.float32 else 3e-2
     torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")  # Triton's interpreter is numpy
+@pytest.mark.parametrize("provider", PROVIDERS)
+@pytest.mark.parametrize("is_fp8", [False, True], ids=["plain", "fp8"])
+def test_the_cache_stays_finite(provider: str, is_fp8: bool) -> None:
+    """What is not finite is written as 0, and the rows of the other tokens are what they are without it."""
+    dims, make = DIM["even"], Tensors(torch.float32)
+    kv, weight, slots = make.normal(4, dims.L), make.normal(dims.C), torch.tensor([3, 0, 5, 1])
+    k, bias, width = make.normal(4, dims.I), make.normal(dims.I), dims.I
+    angles, turn = make.rope(4, dims.R), make.rope(4, min(dims.R, dims.I // 2 * 2))
+    ops, kept = PROVIDERS[provider], []
+    for spoils in (False, True):
+        if spoils:
+            kv[1, 2], kv[2, dims.C] = torch.nan, torch.inf
+            k[1, 2], k[2, 0] = torch.nan, -torch.inf
+        rows = torch.full((8, dims.L), 7.0)
+        keys = torch.full((8, width), 7.0)
+        if is_fp8:
+            rows = torch.full((8, latent_row_bytes(dims.C, dims.R)), 7, dtype=torch.uint8)
+            keys = torch.full((2, index_page_bytes(4, width)), 7, dtype=torch.uint8)
+        ops.append_latent(kv, weight, 1e-5, angles, slots, rows)
+        ops.append_index_keys(k, make.normal(width).fill_(1.0), bias, 1e-6, turn, slots, keys)
+        kept.append((split_rows(rows, dims.C, dims.R).gather(slots), split_keys(keys, width).gather(slots)))
+    (clean, clean_keys), (spoilt, spoilt_keys) = kept
+    assert spoilt.isfinite().all()
+    assert spoilt_keys.isfinite().all()
+    assert (spoilt[1, : dims.C] == 0).all()
+    assert (spoilt[2, dims.C :] == 0).any()
+    assert torch.equal(spoilt[2, : dims.C], clean[2, : dims.C])
+    assert (spoilt_keys[[1, 2]] == 0).all()
+    assert torch.equal(spoilt[[0, 3]], clean[[0, 3]])
+    assert torch.equal(spoilt_keys[[0, 3]], clean_keys[[0, 3]])

@@ -52,14 +52,3 @@ def test_poisoned_pages_reach_nobody(provider: str, index_topk: int) -> None:
 
     assert poisoned[1].isnan().all()
     torch.testing.assert_close(poisoned[0], clean[0], rtol=0, atol=1e-5)
-
-
-def test_zero_slots() -> None:
-    cache = PagedCache(model_config(hf_config(**INDEX_SHARE)), num_pages=2, page_size=4, dtype=torch.float32)
-    kept = [rows for rows in [*cache.latent, *cache.index_keys] if rows is not None]
-    for rows in kept:
-        rows.fill_(float("nan"))
-    cache.zero_slots(torch.tensor([1, 6]))
-    for rows in kept:
-        assert (rows[[1, 6]] == 0).all()
-        assert rows.isnan().all(dim=1).sum() == 6

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from glm5ray.protocol import SamplingParams
 from glm5ray.worker.batch import MirrorSequence
-from glm5ray.worker.sampler import Sampler, keep_top, token_logprobs, uniform, uniform_on_device
+from glm5ray.worker.logprobs import score_tokens
+from glm5ray.worker.sampler import Sampler, keep_top, uniform, uniform_on_device
 
 V = 11
 EOS = (7,)
@@ -225,7 +226,7 @@ def test_logprobs_are_the_log_softmax_with_ties_by_id():
     torch.manual_seed(1)
     logits = torch.randn(3, V)
     logits[2] = torch.tensor([1.0, 2.0, 2.0, 2.0, *[0.0] * (V - 4)])
-    entries = token_logprobs(logits, torch.tensor([0, 5, 3]), [2, 0, 3])
+    entries = score_tokens(logits, torch.tensor([0, 5, 3]), [2, 0, 3]).entries()
     expected = torch.log_softmax(logits, -1)
     assert entries[0].logprob == pytest.approx(float(expected[0, 0]), abs=1e-6)
     assert [t for t, _ in entries[0].top] == expected[0].argsort(descending=True)[:2].tolist()

@@ -133,6 +133,12 @@ def rope(x_TJX: Tensor, rope_TR: Tensor) -> None:
 
 
 @triton.jit
+def finite(x):
+    """As :func:`glm5ray.kernels.cache_rows.finite`."""
+    return tl.where(tl.abs(x.to(tl.float32)) < float("inf"), x, 0.0).to(x.dtype)
+
+
+@triton.jit
 def _append_latent(
     kv_ptr,
     weight_ptr,
@@ -165,7 +171,7 @@ def _append_latent(
         wide = x.to(tl.float32)
         rms = tl.sqrt(tl.sum(tl.sum(wide * wide, axis=1), axis=0) / C + eps)
         weight = tl.load(weight_ptr + cols, mask=mask, other=0.0)
-        latent = ((wide / rms).to(x.dtype).to(tl.float32) * weight.to(tl.float32)).to(x.dtype)
+        latent = finite(((wide / rms).to(x.dtype).to(tl.float32) * weight.to(tl.float32)).to(x.dtype))
         at = latent_ptr + slot * latent_stride + cols
         if scales_ptr is None:
             tl.store(at, latent, mask=mask)
@@ -181,8 +187,8 @@ def _append_latent(
         odd = tl.load(kv_ptr + row * kv_stride + C + 2 * pair + 1, mask=in_pairs, other=0.0).to(tl.float32)
         even, odd = turn(even, odd, rope_ptr, row, pair, in_pairs, R)
         at = key_ptr + slot * key_stride + 2 * pair
-        tl.store(at, even.to(key_ptr.dtype.element_ty), mask=in_pairs)
-        tl.store(at + 1, odd.to(key_ptr.dtype.element_ty), mask=in_pairs)
+        tl.store(at, finite(even.to(key_ptr.dtype.element_ty)), mask=in_pairs)
+        tl.store(at + 1, finite(odd.to(key_ptr.dtype.element_ty)), mask=in_pairs)
 
 
 def append_latent(
@@ -256,8 +262,8 @@ def _append_index_key(
 
         turns = pair < R // 2
         turned_even, turned_odd = turn(even, odd, rope_ptr, row, pair, turns, R)
-        even = tl.where(turns, turned_even, even).to(k_ptr.dtype.element_ty)
-        odd = tl.where(turns, turned_odd, odd).to(k_ptr.dtype.element_ty)
+        even = finite(tl.where(turns, turned_even, even).to(k_ptr.dtype.element_ty))
+        odd = finite(tl.where(turns, turned_odd, odd).to(k_ptr.dtype.element_ty))
         page, offset = slot // page_size, slot % page_size
         at = keys_ptr + page * page_stride + offset * I + 2 * pair
         if scales_ptr is None:

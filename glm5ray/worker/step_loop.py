@@ -1,0 +1,37 @@
+"""Steps as they arrive from elsewhere, so that the device has its next step while one runs."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from glm5ray.protocol import StepInput, StepOutput
+    from glm5ray.worker.launched import LaunchedStep
+    from glm5ray.worker.worker import Worker
+
+POLL_S = 1e-4
+"""Between two looks, while a step runs, at whether it is done or the next one is there."""
+
+
+def compute_steps(worker: Worker, receive: Callable[[bool], StepInput | None]) -> Iterator[StepOutput]:
+    """Outputs of the steps that ``receive`` gives, in their order, for ever.
+
+    ``receive(True)`` waits for a step; ``receive(False)`` is ``None`` if none is there. A step that arrives while one
+    runs on a GPU is launched behind it, before the output of the first is waited for. On a CPU a launch is the whole
+    step, which is then done."""
+    while True:
+        step = receive(True)
+        assert step is not None, "receive(True) gave no step"
+        running: LaunchedStep | None = worker.launch(step)
+        while running is not None:
+            behind = None
+            while behind is None and not running.is_done:
+                if (step := receive(False)) is not None:
+                    behind = worker.launch(step)
+                else:
+                    time.sleep(POLL_S)
+            yield running.output()
+            running = behind
