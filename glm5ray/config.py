@@ -63,7 +63,7 @@ class ModelSection:
     """auto: cuda if there is one."""
     weights: Literal["auto", "packed", "dequantized"] = "auto"
     """How NVFP4 experts are held: packed, as in the files, or dequantized to ``dtype``; auto: packed on a GPU in
-    bfloat16."""
+    bfloat16. On a GPU packed needs bfloat16."""
     load_format: Literal["checkpoint", "dummy"] = "checkpoint"
     """dummy: random weights in the layout that ``config.json`` in ``path`` describes; no other file is needed."""
     dummy_routing: Literal["weights", "uniform"] = "weights"
@@ -325,6 +325,12 @@ def _check_ranges(config: EngineConfig) -> None:
         raise ConfigError(
             "model.dummy_routing is 'uniform', which would change what a real model says; set model.load_format=dummy, "
             "or remove it"
+        )
+    model = config.model
+    if (model.weights, model.device, model.dtype) == ("packed", "cuda", "float32"):
+        raise ConfigError(
+            "model.weights is 'packed' and model.dtype is 'float32'; on cuda NVFP4 experts are computed in bfloat16: "
+            "set model.dtype to bfloat16, or model.weights to dequantized"
         )
     parallel = config.parallel
     if parallel.dp_size > 1 and parallel.ep_size != parallel.world_size:

@@ -74,6 +74,10 @@ def test_every_field_is_documented() -> None:
         ({"cache": {"num_pages": 10**12}}, ["cache.num_pages is 1000000000000", "at most 2147483647"]),
         ({"scheduler": {"max_num_seqs": 10**12}}, ["scheduler.max_num_seqs is 1000000000000", "at most"]),
         ({"scheduler": {"max_logprobs": -1}}, ["scheduler.max_logprobs is -1", "0 or more"]),
+        (
+            {"model": {"weights": "packed", "dtype": "float32", "device": "cuda"}},
+            ["model.weights is 'packed'", "model.dtype is 'float32'", "dequantized"],
+        ),
     ],
 )
 def test_mistakes_are_named(values: dict[str, Any], parts: list[str]) -> None:

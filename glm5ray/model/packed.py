@@ -30,7 +30,7 @@ def packs_experts(choice: WeightsChoice, config: ModelConfig, device: str, dtype
     """Whether experts stay in NVFP4: as ``model.weights`` says; auto: on a GPU in
     bfloat16, which its kernels need, if ``config.json`` says that they are.
 
-    Raises :class:`ConfigError` if they are to stay what they are not."""
+    Raises :class:`ConfigError` if they are to stay what they are not, or in a type that no GPU kernel has."""
     if "sparse" not in config.mlp_layer_types:
         return False
     layer = config.mlp_layer_types.index("sparse")
@@ -39,6 +39,11 @@ def packs_experts(choice: WeightsChoice, config: ModelConfig, device: str, dtype
     if choice == "packed" and not are_nvfp4:
         raise ConfigError(
             f"model.weights is 'packed', and this checkpoint's experts are {form.name}, not NVFP4; set it to auto"
+        )
+    if choice == "packed" and device.startswith("cuda") and dtype != "bfloat16":
+        raise ConfigError(
+            f"model.weights is 'packed', and the model would be {dtype} on {device}, where NVFP4 experts are computed "
+            "in bfloat16; set model.dtype to bfloat16, or model.weights to dequantized"
         )
     return are_nvfp4 and (
         choice == "packed" or (choice == "auto" and device.startswith("cuda") and dtype == "bfloat16")

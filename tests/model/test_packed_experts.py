@@ -13,6 +13,7 @@ from glm5ray.engine.results import RequestResult
 from glm5ray.errors import ConfigError
 from glm5ray.model.load_plan import plan_weights
 from glm5ray.model.name_table import ModelPart
+from glm5ray.model.packed import packs_experts
 from glm5ray.model.tiny import write_tiny
 from glm5ray.model.weights import ShardSpec, load_shard
 from glm5ray.model_config import ModelConfig
@@ -74,3 +75,25 @@ def test_dummy_needs_only_the_config(tmp_path: Path, weights: str) -> None:
     tokens = greedy(tmp_path / "bare", weights=weights, load_format="dummy")
     assert len(tokens) == 16
     assert tokens == greedy(tmp_path / "bare", weights=weights, load_format="dummy")
+
+
+@pytest.mark.parametrize(
+    ("choice", "device", "dtype", "kept"),
+    [
+        ("auto", "cpu", "float32", False),
+        ("auto", "cuda", "float32", False),
+        ("auto", "cuda:1", "bfloat16", True),
+        ("packed", "cpu", "float32", True),
+        ("packed", "cuda", "bfloat16", True),
+        ("packed", "cuda", "float32", None),
+        ("dequantized", "cuda", "bfloat16", False),
+    ],
+)
+def test_who_keeps_nvfp4(tmp_path: Path, choice: Any, device: str, dtype: str, kept: bool | None) -> None:
+    write_tiny(tmp_path / "tiny", format="nvfp4")
+    config = ModelConfig.from_checkpoint(tmp_path / "tiny")
+    if kept is None:
+        with pytest.raises(ConfigError, match=r"float32 on cuda.*set model.dtype to bfloat16, or model.weights to deq"):
+            packs_experts(choice, config, device, dtype)
+    else:
+        assert packs_experts(choice, config, device, dtype) is kept
