@@ -30,7 +30,18 @@ _CAPACITY = Capacity(num_pages=1, page_size=1, max_model_len=1, vocab_size=TOKEN
 class _FixedTokens:
     """In a worker's place: the same token for every sequence of a step that has no prompt left."""
 
-    def execute(self, step: StepInput) -> StepOutput:
+    def launch(self, step: StepInput) -> _Done:
+        return _Done(step)
+
+
+class _Done:
+    is_done = True
+
+    def __init__(self, step: StepInput) -> None:
+        self._step = step
+
+    def output(self) -> StepOutput:
+        step = self._step
         seq_ids = step.seq_ids.copy()
         return StepOutput(epoch=step.epoch, step_id=step.step_id, seq_ids=seq_ids, token_ids=[TOKEN] * len(seq_ids))
 

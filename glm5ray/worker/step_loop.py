@@ -3,20 +3,33 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from glm5ray.protocol import StepInput, StepOutput
-    from glm5ray.worker.launched import LaunchedStep
-    from glm5ray.worker.worker import Worker
 
 POLL_S = 1e-4
 """Between two looks, while a step runs, at whether it is done or the next one is there."""
 
 
-def compute_steps(worker: Worker, receive: Callable[[bool], StepInput | None]) -> Iterator[StepOutput]:
+class Running(Protocol):
+    """:class:`~glm5ray.worker.launched.LaunchedStep`"""
+
+    @property
+    def is_done(self) -> bool: ...
+
+    def output(self) -> StepOutput: ...
+
+
+class Launcher(Protocol):
+    """:class:`~glm5ray.worker.worker.Worker`"""
+
+    def launch(self, step: StepInput) -> Running: ...
+
+
+def compute_steps(worker: Launcher, receive: Callable[[bool], StepInput | None]) -> Iterator[StepOutput]:
     """Outputs of the steps that ``receive`` gives, in their order, for ever.
 
     ``receive(True)`` waits for a step; ``receive(False)`` is ``None`` if none is there. A step that arrives while one
@@ -25,7 +38,7 @@ def compute_steps(worker: Worker, receive: Callable[[bool], StepInput | None]) -
     while True:
         step = receive(True)
         assert step is not None, "receive(True) gave no step"
-        running: LaunchedStep | None = worker.launch(step)
+        running: Running | None = worker.launch(step)
         while running is not None:
             behind = None
             while behind is None and not running.is_done:

@@ -19,7 +19,8 @@ from tests.engine.faults import DyingExecutor
 
 if TYPE_CHECKING:
     from glm5ray.engine.executor import Executor, PendingStep
-    from glm5ray.protocol import StepInput, StepOutput
+    from glm5ray.protocol import StepInput
+    from glm5ray.worker.launched import LaunchedStep
 
 CAPACITY = Capacity(num_pages=64, page_size=4, max_model_len=120, vocab_size=100, eos_token_ids=(0,))
 
@@ -86,9 +87,9 @@ class FaultyWorker(WorkerActor):
     """How many of the three."""
 
     def run(self, line: Line) -> None:
-        worker, execute = self._worker, self._worker.execute
+        worker, launch = self._worker, self._worker.launch
 
-        def faulty(step: StepInput) -> StepOutput:
+        def faulty(step: StepInput) -> LaunchedStep:
             num_faults = len(os.listdir(self.folder))
             if self._rank == 1 and step.step_id == 7 and num_faults < self.most:
                 open(os.path.join(self.folder, str(num_faults)), "w").close()
@@ -97,9 +98,9 @@ class FaultyWorker(WorkerActor):
                 if num_faults == 1:
                     raise RuntimeError("rank 1 raises")
                 time.sleep(3600)
-            return execute(step)
+            return launch(step)
 
-        worker.execute = faulty
+        worker.launch = faulty
         super().run(line)
 
 
