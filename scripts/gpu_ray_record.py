@@ -23,14 +23,14 @@ import time
 import urllib.request
 from pathlib import Path
 from random import Random
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import ray
 import torch
 
 from glm5ray.actors.handles import SchedulerHandle
 from glm5ray.actors.launch import open_llm
-from glm5ray.actors.names import NAMESPACE, worker_name
+from glm5ray.actors.names import NAMESPACE
 from glm5ray.bench.report import environment
 from glm5ray.config import load_config
 from glm5ray.engine.client import EngineState, EngineStatus
@@ -38,9 +38,6 @@ from glm5ray.engine.llm import LLM
 from glm5ray.engine.results import RequestFailure
 from glm5ray.errors import EngineUnavailable, Glm5RayError
 from glm5ray.protocol import GenerateRequest, SamplingParams
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 SETTINGS = ["model.dtype=float32", "cache.num_pages=256", "scheduler.max_num_seqs=16"]
 LAYOUTS = {
@@ -76,39 +73,41 @@ def tokens_of(llm: LLM) -> list[tuple[int, ...]]:
 
 
 class Killer(threading.Thread):
-    """Kills the last rank of an engine once it has done ten steps more."""
+    """Kills one rank of an engine once it has done ten steps more. No other engine runs."""
 
-    def __init__(self, engine: str, rank: int) -> None:
+    def __init__(self, engine: str) -> None:
         super().__init__(daemon=True)
         self.killed: int | None = None
-        self._engine, self._rank = engine, rank
+        self._engine = engine
 
     def run(self) -> None:
         handle = SchedulerHandle(self._engine)
-        status: EngineStatus = handle.call("status")
-        name = worker_name(self._engine, self._rank, status.epoch)
-        pid = next(actor.pid for actor in list_actors() if actor.name == name)
-        until = status.scheduler.num_steps + 10
+        pid = pid_of_a_rank()
+        until = handle.call("status").scheduler.num_steps + 10
         while handle.call("status").scheduler.num_steps < until:
             time.sleep(0.01)
         os.kill(pid, signal.SIGKILL)
         self.killed = pid
 
 
-def list_actors() -> Sequence[Any]:
-    from ray.util.state import list_actors as listed
+def pid_of_a_rank() -> int:
+    """The newest process that computes steps, by the title that Ray gives it."""
+    listed = subprocess.run(["ps", "-eo", "pid,args"], capture_output=True, text=True, check=True).stdout
+    pids = [int(line.split()[0]) for line in listed.splitlines() if "ray::WorkerActor.run" in line]
+    if not pids:
+        raise EngineUnavailable("no rank runs on this machine")
+    return max(pids)
 
-    return listed(filters=[("state", "=", "ALIVE"), ("ray_namespace", "=", NAMESPACE)])
 
-
-def record_layout(name: str, settings: list[str], num_gpus: int, expected: list[tuple[int, ...]]) -> dict[str, Any]:
-    config = load_config(None, [*SETTINGS, *settings, "model.device=cuda"])
-    size = config.parallel.world_size
-    shared = -(-size // num_gpus)
-    if shared > 1:
-        config = load_config(None, [*SETTINGS, *settings, "model.device=cuda", f"parallel.ranks_per_gpu={shared}"])
+def record_layout(
+    name: str, settings: list[str], device: str, num_gpus: int, expected: list[tuple[int, ...]]
+) -> dict[str, Any]:
+    settings = [*SETTINGS, *settings, f"model.device={device}"]
+    size = load_config(None, settings).parallel.world_size
+    shared = -(-size // num_gpus) if num_gpus else 1
+    config = load_config(None, [*settings, f"parallel.ranks_per_gpu={shared}"])
     row: dict[str, Any] = {"layout": name, "ranks": size, "ranks_per_gpu": shared}
-    row["collectives"] = "none" if size == 1 else "gloo" if shared > 1 else "nccl"
+    row["collectives"] = "none" if size == 1 else "gloo" if shared > 1 or device == "cpu" else "nccl"
     started = time.perf_counter()
     with open_llm(config, engine=name) as llm:
         row["start_s"] = round(time.perf_counter() - started, 2)
@@ -116,7 +115,7 @@ def record_layout(name: str, settings: list[str], num_gpus: int, expected: list[
         started = time.perf_counter()
         row["tokens_equal_cpu"] = tokens_of(llm) == expected
         row["ms_per_step"] = round((time.perf_counter() - started) / MAX_TOKENS * 1000, 2)
-        killer = Killer(name, size - 1)
+        killer = Killer(name)
         killer.start()
         started = time.perf_counter()
         row["tokens_equal_cpu_after_kill"] = tokens_of(llm) == expected
@@ -129,10 +128,10 @@ def record_layout(name: str, settings: list[str], num_gpus: int, expected: list[
     return row
 
 
-def record_serve(address: str) -> dict[str, Any]:
+def record_serve(address: str, device: str) -> dict[str, Any]:
     """``glm5ray serve --address`` on the GPU, and one completion."""
     command = [sys.executable, "-c", "from glm5ray.cli.app import main; main()", "serve", "--address", address]
-    command += ["--engine", "served", "--port", "0", "--set", "model.device=cuda", "--set", "model.dtype=float32"]
+    command += ["--engine", "served", "--port", "0", "--set", f"model.device={device}", "--set", "model.dtype=float32"]
     command += ["--set", "cache.num_pages=256"]
     with tempfile.TemporaryFile("w+") as log:
         server = subprocess.Popen(command, stdout=log, stderr=log, text=True)
@@ -169,16 +168,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, default=Path("gpu-ray.json"))
     parser.add_argument("--layouts", default="tp1,tp2,ep2,dp2ep2,tp2ep2")
+    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda", help="cpu: to try this script")
     parser.add_argument("--set", action="append", default=[])
     arguments = parser.parse_args()
-    num_gpus = torch.cuda.device_count()
-    if not num_gpus:
+    device = arguments.device
+    num_gpus = torch.cuda.device_count() if device == "cuda" else 0
+    if device == "cuda" and not num_gpus:
         raise SystemExit("no GPU is visible here")
     with LLM(config=load_config(None, [*SETTINGS, "model.device=cpu"])) as llm:
         expected = tokens_of(llm)
     ray.init(num_gpus=num_gpus, namespace=NAMESPACE, include_dashboard=False, log_to_driver=False)
     report: dict[str, Any] = {
-        "what": "nano in float32, 8 greedy prompts of 64 tokens through Ray actors on cuda, against one CPU process",
+        "what": "nano in float32, 8 greedy prompts of 64 tokens through Ray actors, against one CPU process",
+        "device": device,
         "gpus": [torch.cuda.get_device_name(i) for i in range(num_gpus)],
         "torch": torch.__version__,
         "ray": ray.__version__,
@@ -187,13 +189,13 @@ def main() -> None:
     }
     for name in arguments.layouts.split(","):
         try:
-            row = record_layout(name, [*LAYOUTS[name], *arguments.set], num_gpus, expected)
+            row = record_layout(name, [*LAYOUTS[name], *arguments.set], device, num_gpus, expected)
         except Glm5RayError as error:
             row = {"layout": name, "failed": f"{type(error).__name__}: {error}"}
         report["layouts"].append(row)
         print(json.dumps(row), flush=True)
         arguments.json.write_text(json.dumps(report, indent=1) + "\n", "utf-8")
-    report["serve"] = record_serve(ray.get_runtime_context().gcs_address)
+    report["serve"] = record_serve(ray.get_runtime_context().gcs_address, device)
     arguments.json.write_text(json.dumps(report, indent=1) + "\n", "utf-8")
     print(json.dumps(report["serve"]))
 
