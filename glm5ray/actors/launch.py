@@ -147,7 +147,6 @@ def start_from_spec(
         num_gpus=0,
         max_restarts=_MAX_SCHEDULER_RESTARTS,
         max_task_retries=0,
-        runtime_env={"env_vars": {"CUDA_VISIBLE_DEVICES": ""}},
     )
     actor = options.remote(spec)
     handle = SchedulerHandle(spec.engine, actor)

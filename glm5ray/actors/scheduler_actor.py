@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import time
 import uuid
 from dataclasses import replace
@@ -86,6 +87,8 @@ class SchedulerActor:
         """Returns at once: the workers are started in the engine's thread, and :meth:`status` tells how far it is.
         Ray calls this again, in a new process, when the actor died."""
         logging.basicConfig(level=logging.INFO, format=f"%(levelname)s %(name)s {spec.engine}: %(message)s")
+        # Of this process alone: what its runtime environment says, its workers would inherit, and see no GPU either.
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
         self._spec = spec
         self._mail = Mailboxes()
         self._sink = _Sink(self._mail)

@@ -59,6 +59,13 @@ def unloadable(spec: EngineSpec, epoch: int) -> Executor:
     raise CheckpointError("model.safetensors: no such file")
 
 
+def telling_what_workers_inherit(spec: EngineSpec, epoch: int) -> Executor:
+    import ray
+
+    inherited = ray.get_runtime_context().runtime_env.get("env_vars", {})
+    raise CheckpointError(f"workers inherit {sorted(inherited)}")
+
+
 class SuicidalExecutor(PacedExecutor):
     """Ends the scheduler's own process, once, in the middle of its work."""
 

@@ -195,6 +195,15 @@ def test_an_engine_that_does_not_start_says_why_and_leaves_nothing():
 
 
 @pytest.mark.slow
+def test_workers_do_not_inherit_that_the_scheduler_sees_no_gpu():
+    from glm5ray.actors.launch import start_from_spec
+
+    with pytest.raises(EngineUnavailable, match="workers inherit") as told:
+        start_from_spec(make_spec("inherits", engines.telling_what_workers_inherit), timeout_s=60.0)
+    assert "CUDA_VISIBLE_DEVICES" not in str(told.value)
+
+
+@pytest.mark.slow
 def test_stopping_ends_open_requests():
     from glm5ray.actors.launch import stop_engine
 
