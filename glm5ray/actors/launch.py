@@ -17,6 +17,7 @@ from ray.util import list_named_actors
 from glm5ray.actors import authentication, local_head
 from glm5ray.actors.client import RayEngineClient
 from glm5ray.actors.handles import SchedulerHandle, find_scheduler
+from glm5ray.actors.http_launch import list_http, start_http, stop_http, wait_until_open
 from glm5ray.actors.names import NAMESPACE, engine_of, scheduler_name
 from glm5ray.actors.ray_executor import ray_executor
 from glm5ray.actors.remote_core import RemoteCore
@@ -29,6 +30,7 @@ from glm5ray.errors import ConfigError, EngineUnavailable
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+    from glm5ray.actors.server_actor import HttpSpec, HttpStatus
     from glm5ray.config import EngineConfig
     from glm5ray.engine.client import EngineInfo, EngineStatus
 
@@ -159,6 +161,37 @@ def start_from_spec(
     return StartedEngine(engine=spec.engine, info=info, actor=actor)
 
 
+def serve_detached(
+    config: EngineConfig,
+    http: HttpSpec,
+    *,
+    address: str | None = "auto",
+    progress: Callable[[str], None] | None = None,
+    timeout_s: float = START_TIMEOUT_S,
+) -> HttpStatus:
+    """Starts an HTTP actor, and the engine behind it unless one of this name runs; both go on when this process ends.
+    Returns when requests are answered; ``/health`` tells before how far it is.
+
+    Raises what :func:`start_engine` and :func:`glm5ray.actors.http_launch.start_http` do, the latter before anything
+    is loaded; then what was started here is ended."""
+    join_ray(address)
+    progress = progress or logger.info
+    start_http(http)
+    is_ours = False
+    try:
+        if http.engine in list_engines(address):
+            progress(f"engine {http.engine} runs already, and is served as it is")
+        else:
+            is_ours = True
+            start_engine(config, engine=http.engine, address=address, progress=progress, timeout_s=timeout_s)
+        return wait_until_open(http.engine)
+    except BaseException:
+        stop_http(http.engine, drain_s=0.0)
+        if is_ours:
+            stop_engine(http.engine, address=address)
+        raise
+
+
 def _wait_until_ready(handle: SchedulerHandle, progress: Callable[[str], None], timeout_s: float) -> None:
     started_s = time.monotonic()
     told = ""
@@ -227,13 +260,21 @@ def list_engines(address: str | None = "auto") -> list[str]:
     return sorted(name for name in names if name is not None)
 
 
+def list_all(address: str | None = "auto") -> list[str]:
+    """The engines that run or are served over HTTP: what :func:`stop_engine` would end. Raises
+    :class:`EngineUnavailable`."""
+    return sorted({*list_engines(address), *list_http()})
+
+
 def stop_engine(engine: str = "default", *, address: str | None = "auto", timeout_s: float = 20.0) -> bool:
-    """Ends an engine, its workers and its placement group. False if none of this name runs."""
+    """Ends an engine's HTTP actor, then the engine, its workers and its placement group. False if nothing of this name
+    runs. ``timeout_s``: what requests over HTTP have to end, and then again the engine."""
     join_ray(address)
+    was_served = stop_http(engine, drain_s=timeout_s)
     try:
         actor = find_scheduler(engine)
     except EngineUnavailable:
-        return False
+        return was_served
     try:
         SchedulerHandle(engine, actor).call("stop", timeout_s / 2, timeout_s=timeout_s)
     except EngineUnavailable as error:

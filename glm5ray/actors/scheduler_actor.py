@@ -148,6 +148,7 @@ class SchedulerActor:
             model_path=self._spec.config.model.path,
             capacity=replace(self._engine.capacity, max_model_len=limits.max_model_len),
             max_logprobs=self._spec.config.scheduler.max_logprobs,
+            load_format=self._spec.config.model.load_format,
         )
         return info, self._spec.config
 

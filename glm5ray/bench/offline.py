@@ -104,7 +104,7 @@ def attempt_row(llm: LLM, number: int, *sizes: int) -> dict[str, Any]:
 
 
 def timed(llm: LLM, prompts: Sequence[tuple[int, ...]], max_tokens: int) -> float:
-    """Wall seconds until all prompts have ``max_tokens`` new tokens. A request that fails, or that gets no answer, is an
+    """Wall seconds until all prompts have ``max_tokens`` new tokens. A request that fails, or gets no answer, is an
     error, not a fast one."""
     params = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
     requests = [

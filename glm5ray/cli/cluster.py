@@ -87,6 +87,8 @@ def status_command(address: options.Address = "auto", as_json: options.Json = Fa
         typer.echo("No engine runs.")
     for engine in status["engines"]:
         typer.echo(_engine_line(engine))
+        if engine["http"] is not None:
+            typer.echo(_http_line(engine["http"]))
 
 
 def _engine_line(engine: dict[str, Any]) -> str:
@@ -101,6 +103,12 @@ def _engine_line(engine: dict[str, Any]) -> str:
     return f"{line} ({engine['detail']})" if engine["detail"] else line
 
 
+def _http_line(http: dict[str, Any]) -> str:
+    if http["is_open"]:
+        return f"  {http['url']}/v1 serves {http['names'][0]}"
+    return f"  {http['url'] or 'HTTP'}: {http['detail']}"
+
+
 def down_command(
     file: ClusterFile = None,
     engine: Annotated[
@@ -108,7 +116,7 @@ def down_command(
     ] = None,
     address: options.Address = "auto",
 ) -> None:
-    """End one engine, or all of them and the Ray that glm5ray up started.
+    """End one engine, or all of them and the Ray that glm5ray up started; HTTP servers first.
 
     A Ray that something else started is left alone: only its engines of ours end.
 
@@ -125,7 +133,7 @@ def down_command(
         if file is not None:
             raise typer.BadParameter("ends an engine, and a cluster file all machines; give one", param_hint="--engine")
         if not launch.stop_engine(engine, address=address or "auto"):
-            running = ", ".join(launch.list_engines(address or "auto")) or "none"
+            running = ", ".join(launch.list_all(address or "auto")) or "none"
             raise ConfigError(f"no engine called {engine!r} runs here; running: {running}")
         typer.echo(f"engine {engine} has ended")
         return
@@ -134,7 +142,7 @@ def down_command(
         cluster_file.ray_down(file)
         return
     try:
-        for name in launch.list_engines(address or "auto"):
+        for name in launch.list_all(address or "auto"):
             launch.stop_engine(name, address=address or "auto")
             typer.echo(f"engine {name} has ended")
     except EngineUnavailable as error:

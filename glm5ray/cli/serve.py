@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import socket
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -14,12 +13,14 @@ from glm5ray.cli.progress import ProgressBar, load_progress
 from glm5ray.errors import ConfigError
 
 if TYPE_CHECKING:
+    import socket
+
+    from glm5ray.actors.client import RayEngineClient
     from glm5ray.config import EngineConfig
-    from glm5ray.engine.client import EngineClient
     from glm5ray.engine.core import EngineCore
     from glm5ray.engine.local_client import LocalClient
 
-SHUTDOWN_S = 30
+SHUTDOWN_S = 30.0
 """After a signal, requests in flight have so long to end."""
 
 
@@ -37,6 +38,12 @@ def serve_command(
     served_model_name: Annotated[
         list[str] | None, typer.Option("--served-model-name", metavar="NAME", help="Instead of the folder's name.")
     ] = None,
+    detach: Annotated[
+        bool,
+        typer.Option(
+            "--detach", help="Engine and server as Ray actors that go on after this command, until glm5ray down."
+        ),
+    ] = False,
 ) -> None:
     """Serve OpenAI's API over HTTP until Ctrl-C; the engine runs in this process, or in Ray with --address.
 
@@ -46,44 +53,36 @@ def serve_command(
     Examples:
       glm5ray serve
       glm5ray serve /models/GLM-5.2 --address auto --engine prod
+      glm5ray serve /models/GLM-5.2 --tp 8 --detach
     """
     settings = options.engine_config(model, config, [*options.layout(tp, ep, dp), *(overrides or ())])
-    bound = _bind(host, port)  # before any weights are loaded
+    if address is None and not detach and settings.parallel.world_size > 1:
+        raise ConfigError("this layout has several ranks; serve it in Ray, with --detach or --address auto")
     with signals.held():
         import uvicorn  # noqa: F401
 
-        import glm5ray.server.app
-        import glm5ray.worker.worker  # noqa: F401 - torch
-    with bound:
-        if address is None:
-            if settings.parallel.world_size > 1:
-                raise ConfigError("this layout has several ranks; serve it in Ray, with --address auto")
-            asyncio.run(_serve_here(settings, bound, served_model_name))
+        from glm5ray.server.listening import bind
+
+        if not detach:
+            import glm5ray.worker.worker  # noqa: F401 - torch
+    names = tuple(served_model_name or ())
+    with bind(host, port) as bound:  # before any weights are loaded
+        if detach:
+            port = bound.getsockname()[1]
+        elif address is None:
+            asyncio.run(_serve_here(settings, bound, names))
         else:
-            _serve_from_ray(settings, address, engine, bound, served_model_name)
+            _serve_from_ray(settings, address, engine, bound, names)
+    if detach:  # the port is free again, for the actor
+        _serve_detached(settings, address or "auto", engine, host, port, names)
 
 
-def _bind(host: str, port: int) -> socket.socket:
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    bound = socket.socket(family, socket.SOCK_STREAM)
-    bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        bound.bind((host, port))
-        bound.listen(2048)
-    except OSError as error:
-        bound.close()
-        raise ConfigError(
-            f"cannot listen on {host}:{port}: {error.strerror or error}; choose another --port"
-        ) from error
-    return bound
-
-
-async def _serve_here(settings: EngineConfig, bound: socket.socket, names: list[str] | None) -> None:
+async def _serve_here(settings: EngineConfig, bound: socket.socket, names: tuple[str, ...]) -> None:
     with ProgressBar(f"loading {settings.model.path}", None, "MiB") as bar:
         client = _local_client(settings, bar)
         await client.start()
     try:
-        await _serve(client, settings, bound, names)
+        await _serve(client, bound, names)
     finally:
         await client.close()
 
@@ -94,36 +93,34 @@ def _local_client(settings: EngineConfig, bar: ProgressBar) -> LocalClient:
     from glm5ray.engine.local_client import LocalClient
     from glm5ray.worker.worker import Worker, pick_device
 
-    on_gpu = pick_device(settings.model.device) == "cuda"
-    is_overlapped = on_gpu if settings.scheduler.overlap == "auto" else settings.scheduler.overlap
+    overlap = settings.scheduler.overlap
+    is_overlapped = pick_device(settings.model.device) == "cuda" if overlap == "auto" else overlap
 
     def make_core() -> EngineCore:
-        executor = InProcessExecutor(
-            lambda: Worker.load(settings, progress=load_progress(bar)), threaded=is_overlapped and not on_gpu
-        )
+        executor = InProcessExecutor(lambda: Worker.load(settings, progress=load_progress(bar)), threaded=is_overlapped)
         return EngineCore(executor, settings.scheduler, settings.cache, overlap=is_overlapped)
 
     return LocalClient(
         make_core,
         model_path=settings.model.path,
+        load_format=settings.model.load_format,
         max_logprobs=settings.scheduler.max_logprobs,
         stalled_after_s=settings.recovery.stalled_after_s,
     )
 
 
 def _serve_from_ray(
-    settings: EngineConfig, address: str, engine: str, bound: socket.socket, names: list[str] | None
+    settings: EngineConfig, address: str, engine: str, bound: socket.socket, names: tuple[str, ...]
 ) -> None:
     from glm5ray.actors.launch import connect, list_engines, start_engine
 
     started = None
     if engine not in list_engines(address):
-        started = start_engine(
-            settings, engine=engine, address=address, detached=False, progress=lambda phase: typer.echo(phase, err=True)
-        )
+        started = start_engine(settings, engine=engine, address=address, detached=False, progress=_tell)
 
     async def run() -> None:
-        await _serve(connect(engine, address=address), settings, bound, names)
+        async with connect(engine, address=address) as client:
+            await _serve(client, bound, names)
 
     try:
         asyncio.run(run())
@@ -132,43 +129,45 @@ def _serve_from_ray(
             started.stop()
 
 
-async def _serve(client: EngineClient, settings: EngineConfig, bound: socket.socket, names: list[str] | None) -> None:
-    from dataclasses import replace
+def _serve_detached(
+    settings: EngineConfig, address: str, engine: str, host: str, port: int, names: tuple[str, ...]
+) -> None:
+    with signals.held():
+        from glm5ray.actors.launch import serve_detached
+        from glm5ray.actors.server_actor import HttpSpec
+    spec = HttpSpec(engine=engine, host=host, port=port, names=names, api_key=_api_key())
+    status = serve_detached(settings, spec, address=address, progress=_tell)
+    _tell_how_to_ask(status.names[0], status.url)
+    where = "" if address == "auto" else f" --address {address}"
+    _tell(f"It goes on after this command. See it with: glm5ray status{where}")
+    _tell(f"End it with: glm5ray down --engine {engine}{where}")
 
-    import uvicorn
 
-    from glm5ray.model.checkpoint_folder import resolve_checkpoint
-    from glm5ray.openai_api.requests import ServedModel
-    from glm5ray.server.app import create_app
+async def _serve(client: LocalClient | RayEngineClient, bound: socket.socket, names: tuple[str, ...]) -> None:
+    from glm5ray.server.http_server import HttpServer
+    from glm5ray.server.listening import url_of
+    from glm5ray.server.served import app_over, served_names
     from glm5ray.server.state_watch import watch_state
-    from glm5ray.tokenizer import Tokenizer
 
     info = await client.info()
-    settings = replace(settings, model=replace(settings.model, path=info.model_path))
-    known = options.model_names(settings, names)
-    if not names:
-        known = tuple(dict.fromkeys((known[-1], *known)))  # the folder's name first: what /v1/models begins with
-    served = ServedModel(
-        tokenizer=Tokenizer.from_checkpoint(resolve_checkpoint(info.model_path)),
-        names=known,
-        vocab_size=info.capacity.vocab_size,
-        max_logprobs=info.max_logprobs,
-    )
-    key = os.environ.get("GLM5RAY_API_KEY") or None
-    app = create_app(client, served, max_model_len=info.capacity.max_model_len, api_key=key)
-    host, port = bound.getsockname()[:2]
-    url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
-    typer.echo(f"serving {known[0]} at {url}/v1", err=True)
-    typer.echo(
-        f"  curl {url}/v1/completions -H 'Content-Type: application/json' -d '"
-        f'{{"model": "{known[0]}", "prompt": "The sky is", "max_tokens": 8}}\'',
-        err=True,
-    )
-    server = uvicorn.Server(
-        uvicorn.Config(app, log_level="warning", lifespan="off", timeout_graceful_shutdown=SHUTDOWN_S)
-    )
-    watch = asyncio.create_task(watch_state(client, lambda line: typer.echo(line, err=True), engine=info.engine))
+    app = app_over(client, info, names=names, api_key=_api_key())
+    _tell_how_to_ask(served_names(info.model_path, names)[0], url_of(*bound.getsockname()[:2]))
+    watch = asyncio.create_task(watch_state(client, _tell, engine=info.engine))
     try:
-        await server.serve(sockets=[bound])
+        await HttpServer(app, drain_s=SHUTDOWN_S, give_up=client.close).serve(sockets=[bound])
     finally:
         watch.cancel()
+
+
+def _tell_how_to_ask(name: str, url: str) -> None:
+    _tell(f"serving {name} at {url}/v1")
+    body = f'{{"model": "{name}", "prompt": "The sky is", "max_tokens": 8}}'
+    _tell(f"  curl {url}/v1/completions -H 'Content-Type: application/json' -d '{body}'")
+
+
+def _tell(line: str) -> None:
+    typer.echo(line, err=True)
+
+
+def _api_key() -> str | None:
+    return os.environ.get("GLM5RAY_API_KEY") or None

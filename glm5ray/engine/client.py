@@ -57,6 +57,8 @@ class EngineInfo:
     """As in the config: a folder, or a name like ``nano``; the tokenizer is read from there."""
     capacity: Capacity
     max_logprobs: int
+    load_format: str = "checkpoint"
+    """As in the config; under ``dummy`` the folder may lack a tokenizer."""
 
 
 class EngineClient(Protocol):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from glm5ray.engine.client import EngineInfo, EngineStatus
@@ -47,6 +48,7 @@ class LocalClient:
         make_core: Callable[[], EngineCore],
         *,
         model_path: str,
+        load_format: str = "checkpoint",
         max_logprobs: int = 20,
         engine: str = "default",
         layout: str = "tp 1",
@@ -56,6 +58,7 @@ class LocalClient:
         :meth:`start`."""
         self._make_core = make_core
         self._model_path = model_path
+        self._load_format = load_format
         self._max_logprobs = max_logprobs
         self._engine = engine
         self._layout = layout
@@ -92,8 +95,9 @@ class LocalClient:
         return EngineInfo(
             engine=self._engine,
             model_path=self._model_path,
-            capacity=self._running.capacity,
+            capacity=replace(self._running.capacity, max_model_len=self._running.limits.max_model_len),
             max_logprobs=self._max_logprobs,
+            load_format=self._load_format,
         )
 
     async def status(self) -> EngineStatus:

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 MAX_BODY_BYTES = 64 * 2**20
 _STATUS_TIMEOUT_S = 3.0
-_RETRY_AFTER_S = 5
+RETRY_AFTER_S = 5
 
 
 def create_app(
@@ -75,7 +75,7 @@ async def _on_request_error(request: Request, error: Exception) -> Response:
 
 async def _on_unavailable(request: Request, error: Exception) -> Response:
     assert isinstance(error, EngineUnavailable)
-    return JSONResponse(error_body(error), 503, {"Retry-After": str(_RETRY_AFTER_S)})
+    return JSONResponse(error_body(error), 503, {"Retry-After": str(RETRY_AFTER_S)})
 
 
 async def _on_http_error(request: Request, error: Exception) -> Response:

@@ -43,6 +43,18 @@ def paced(spec: EngineSpec, epoch: int) -> Executor:
     return PacedExecutor(CAPACITY, next_token)
 
 
+class SlowExecutor(FakeExecutor):
+    """Each step takes a tenth of a second."""
+
+    def submit(self, step: StepInput) -> PendingStep:
+        time.sleep(0.1)
+        return super().submit(step)
+
+
+def slow(spec: EngineSpec, epoch: int) -> Executor:
+    return SlowExecutor(CAPACITY, next_token)
+
+
 def dying(spec: EngineSpec, epoch: int) -> Executor:
     """Workers die in every tenth step, and with every step that has a request called poison."""
 

@@ -81,3 +81,43 @@ def test_serve_ends_with_the_status_of_the_signal_and_ends_its_engine(number: si
         process.wait(10)
         if process.stderr is not None:
             process.stderr.close()
+
+
+@pytest.mark.slow
+def test_detached_it_goes_on_until_down():
+    """Two ranks; neither the end of the command nor a second one for the same engine changes anything."""
+    from glm5ray.actors.launch import list_all
+
+    address = ("--address", ray.get_runtime_context().gcs_address)
+
+    def glm5ray(*arguments: str) -> subprocess.CompletedProcess[str]:
+        command = [*COMMAND, *arguments, *address]
+        return subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=180, check=False)
+
+    serve = ("serve", "--tp", "2", "--detach", "--engine", "stays", "--port", "0")
+    started = glm5ray(*serve)
+    try:
+        assert started.returncode == 0, started.stderr
+        found = re.search(r"serving nano at (http://127\.0\.0\.1:\d+)", started.stderr)
+        assert found is not None, started.stderr
+        assert "glm5ray down --engine stays" in started.stderr
+        body = {"model": "nano", "prompt": "The", "max_tokens": 2}
+        answer = httpx.post(f"{found[1]}/v1/completions", json=body, timeout=30)
+        assert answer.json()["usage"]["completion_tokens"] == 2
+
+        again = glm5ray(*serve)
+        assert again.returncode == 1
+        assert "served already" in again.stderr
+        taken = glm5ray("serve", "--detach", "--engine", "other", "--port", found[1].rpartition(":")[2])
+        assert taken.returncode == 1
+        assert "cannot listen" in taken.stderr
+        assert list_all() == ["stays"]
+        status = glm5ray("status").stdout
+        assert "stays: ready, nano, tp 2" in status
+        assert f"{found[1]}/v1 serves nano" in status
+    finally:
+        down = glm5ray("down", "--engine", "stays")
+    assert down.returncode == 0, down.stderr
+    assert list_all() == []
+    with pytest.raises(httpx.ConnectError):
+        httpx.get(f"{found[1]}/health")

@@ -9,7 +9,6 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import pytest
-import uvicorn
 
 from glm5ray.config import load_config
 from glm5ray.engine.core import EngineCore
@@ -19,6 +18,7 @@ from glm5ray.engine.local_client import LocalClient
 from glm5ray.model.checkpoint_folder import resolve_checkpoint
 from glm5ray.openai_api.requests import ServedModel
 from glm5ray.server.app import create_app
+from glm5ray.server.http_server import IDLE_CONNECTION_S, HttpServer
 from glm5ray.tokenizer import Tokenizer
 from glm5ray.worker.worker import Worker
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 @contextmanager
-def serving(executor: Executor, **options) -> Iterator[str]:
+def serving(executor: Executor, *, idle_connection_s: int = IDLE_CONNECTION_S, **options) -> Iterator[str]:
     """The server's address while it runs."""
     settings = load_config(None, ())
     tokenizer = Tokenizer.from_checkpoint(resolve_checkpoint("nano"))
@@ -44,8 +44,8 @@ def serving(executor: Executor, **options) -> Iterator[str]:
             capacity = (await client.info()).capacity
             served = ServedModel(tokenizer=tokenizer, names=("nano",), vocab_size=capacity.vocab_size)
             app = create_app(client, served, max_model_len=capacity.max_model_len, **options)
-            server = uvicorn.Server(uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=5))
-            end.append(lambda: setattr(server, "should_exit", True))
+            server = HttpServer(app, drain_s=5.0, give_up=client.close, idle_connection_s=idle_connection_s)
+            end.append(server.end)
             started.set()
             await server.serve(sockets=[bound])
 
