@@ -12,7 +12,7 @@ Shapes: L sampled rows, V vocabulary.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
@@ -223,8 +223,15 @@ class Draws:
 
     def of(self, rows: slice) -> Draws:
         """Those of some rows."""
-        held = {field.name: getattr(self, field.name) for field in fields(self)}
-        return Draws(**{name: None if value is None else value[rows] for name, value in held.items()})
+        return Draws(
+            temperature_L1=self.temperature_L1[rows],
+            min_p_L1=None if self.min_p_L1 is None else self.min_p_L1[rows],
+            top_k_L1=None if self.top_k_L1 is None else self.top_k_L1[rows],
+            top_p_L1=None if self.top_p_L1 is None else self.top_p_L1[rows],
+            seeds_L=self.seeds_L[rows],
+            indexes_L=self.indexes_L[rows],
+            positions_L=self.positions_L[rows],
+        )
 
 
 def draw(logits_LV: Tensor, draws: Draws) -> Tensor:
