@@ -2,10 +2,12 @@
 
 A matrix ``[rows, K]`` is cut into tiles of 16 rows x 64 columns. A tile is 32 lanes x 4 words of 32 bits: word s of
 lane l holds the eight weights that lane l contributes to the A operand of ``mma.m16n8k16`` (of ``wgmma``: the same)
-for the columns 16s to 16s + 15. With g = l // 4 and t = l % 4 these are, as pairs of neighbouring columns,
+in step s of four. Which columns a step takes is free, as long as the other operand's rows follow: with g = l // 4 and
+t = l % 4, lane l takes 16t to 16t + 15, which is one group of scales, so that it needs two scales a tile; and of a
+token it wants 32 bytes that lie side by side. Word s has, as pairs of neighbouring columns,
 
-    pair 0: row g,     columns 2t, 2t + 1          pair 2: row g,     columns 2t + 8, 2t + 9
-    pair 1: row g + 8, columns 2t, 2t + 1          pair 3: row g + 8, columns 2t + 8, 2t + 9
+    pair 0: row g,     columns 16t + 4s, 16t + 4s + 1          pair 2: row g,     columns 16t + 4s + 2, 16t + 4s + 3
+    pair 1: row g + 8, columns 16t + 4s, 16t + 4s + 1          pair 3: row g + 8, columns 16t + 4s + 2, 16t + 4s + 3
 
 The lower half of a word holds the first weight of each pair, the upper half the second. In a half, sign and magnitude
 (the three lower bits of E2M1) of a pair's weight stand where two shifts at most bring them to a BF16's sign (bit 15)
@@ -14,9 +16,12 @@ and the lowest bits of its exponent with the highest of its mantissa (8 to 6); t
     pair 0: sign 15, magnitude 8..6                pair 2: sign 13, magnitude 2..0
     pair 1: sign 12, magnitude 5..3                pair 3: sign 14, magnitude 11..9
 
-Scales keep their E4M3 bytes: of a tile, ``[8 g][2][4 s]``: row g's four, then row g + 8's four, so that a lane reads
-eight bytes. Rows of gate and up are interleaved: a tile has eight rows of the gate and the same eight of up behind
-them, so that a thread has both factors of a hidden unit. Rows are filled up to 16 and columns to 64 with zeros.
+Scales keep their E4M3 bytes: a tile has two for each lane, row g's in the lower byte and row g + 8's in the upper.
+Rows of gate and up are interleaved: a tile has eight rows of the gate and the same eight of up behind them, so that a
+thread has both factors of a hidden unit. Rows are filled up to 16 and columns to 64 with zeros.
+
+A matrix unit takes columns ``matrix_order()`` of a tile as its own 0 to 63: whoever stages tokens for it in memory puts
+their columns into that order (:func:`permute_columns`).
 """
 
 from __future__ import annotations
@@ -48,13 +53,13 @@ class FragmentExperts:
     gate_up_words: Tensor
     """int32 [E, ceil(F / 8), ceil(M / 64), 32, 4]"""
     gate_up_scales: Tensor
-    """int32 [E, ceil(F / 8), ceil(M / 64), 8, 2]: four E4M3 bytes each"""
+    """int16 [E, ceil(F / 8), ceil(M / 64), 32]: two E4M3 bytes each"""
     gate_up_global: Tensor
     """fp32 [E, 2]: of the gate, of up"""
     down_words: Tensor
     """int32 [E, ceil(M / 16), ceil(F / 64), 32, 4]"""
     down_scales: Tensor
-    """int32 [E, ceil(M / 16), ceil(F / 64), 8, 2]"""
+    """int16 [E, ceil(M / 16), ceil(F / 64), 32]"""
     down_global: Tensor
     """fp32 [E]"""
     first_expert: int
@@ -103,7 +108,7 @@ def interleave_gate_up(rows_2FX: Tensor) -> Tensor:
 
 
 def pack_matrix(packed_OX: Tensor, scales_OG: Tensor) -> tuple[Tensor, Tensor]:
-    """(words int32 [ceil(O / 16), ceil(K / 64), 32, 4], scales int32 [ceil(O / 16), ceil(K / 64), 8, 2]).
+    """(words int32 [ceil(O / 16), ceil(K / 64), 32, 4], scales int16 [ceil(O / 16), ceil(K / 64), 32]).
 
     packed_OX: uint8 [O, K / 2], lower column in the low nibble; scales_OG: E4M3 [O, K / 16]."""
     scales_OG = scales_OG.view(torch.uint8)
@@ -114,28 +119,39 @@ def pack_matrix(packed_OX: Tensor, scales_OG: Tensor) -> tuple[Tensor, Tensor]:
     packed_OX = functional.pad(packed_OX, (0, fill_bytes, 0, fill_rows))
     scales_OG = functional.pad(scales_OG, (0, fill_bytes * 2 // GROUP, 0, fill_rows))
     codes = torch.stack([packed_OX & 15, packed_OX >> 4], dim=-1).to(torch.int32)
-    # [tile, half of rows, g, tile of columns, s, half of columns, t, first or second of the pair]
-    codes = codes.view(len(packed_OX) // TILE_ROWS, 2, 8, -1, 4, 2, 4, 2)
+    # [tile, half of rows, g, tile of columns, t, s, first or second two columns, first or second of the pair]
+    codes = codes.view(len(packed_OX) // TILE_ROWS, 2, 8, -1, 4, 4, 2, 2)
     halves = torch.zeros(codes.shape[0], codes.shape[3], 8, 4, 4, 2, dtype=torch.int32, device=codes.device)
     for pair, (sign, magnitude) in enumerate(_SIGN_AND_MAGNITUDE):
-        code = codes[:, pair % 2, :, :, :, pair // 2].permute(0, 2, 1, 4, 3, 5)  # [tile, tile, g, t, s, 2]
+        code = codes[:, pair % 2, :, :, :, :, pair // 2].transpose(1, 2)  # [tile, tile, g, t, s, 2]
         halves |= (code >> 3) << sign | (code & 7) << magnitude
     words = (halves[..., 0] | halves[..., 1] << 16).flatten(2, 3)
-    scales = scales_OG.view(-1, 2, 8, scales_OG.shape[1] // 4, 4).permute(0, 3, 2, 1, 4).contiguous()
-    return words, scales.view(torch.int32).squeeze(-1)
+    scales = scales_OG.view(-1, 2, 8, scales_OG.shape[1] // 4, 4).permute(0, 3, 2, 4, 1).contiguous()
+    return words, scales.view(torch.int16).flatten(2)
 
 
 def unpack_matrix(words: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
     """The inverse of :func:`pack_matrix`: (packed uint8, scales E4M3), with the rows and columns that fill up."""
     words = words.unflatten(2, (8, 4))
     tiles, column_tiles = words.shape[:2]
-    codes = torch.empty(tiles, 2, 8, column_tiles, 4, 2, 4, 2, dtype=torch.int32, device=words.device)
+    codes = torch.empty(tiles, 2, 8, column_tiles, 4, 4, 2, 2, dtype=torch.int32, device=words.device)
     for pair, (sign, magnitude) in enumerate(_SIGN_AND_MAGNITUDE):
         for half in range(2):
             bits = words >> 16 * half
             code = (bits >> sign & 1) << 3 | bits >> magnitude & 7  # [tile, tile, g, t, s]
-            codes[:, pair % 2, :, :, :, pair // 2, :, half] = code.permute(0, 2, 1, 4, 3)
+            codes[:, pair % 2, :, :, :, :, pair // 2, half] = code.transpose(1, 2)
     packed = (codes[..., 0] | codes[..., 1] << 4).to(torch.uint8).view(tiles * TILE_ROWS, -1)
-    by_byte = scales.unsqueeze(-1).contiguous().view(torch.uint8)  # [tile, tile, g, 2, s]
-    unpacked = by_byte.permute(0, 3, 2, 1, 4).reshape(tiles * TILE_ROWS, -1)
+    by_byte = scales.contiguous().view(torch.uint8).view(tiles, column_tiles, 8, 4, 2)  # [tile, tile, g, t, half]
+    unpacked = by_byte.permute(0, 4, 2, 1, 3).reshape(tiles * TILE_ROWS, -1)
     return packed, unpacked.view(torch.float8_e4m3fn)
+
+
+def matrix_order() -> Tensor:
+    """int64 [64]: the column of a tile that the matrix unit takes as its k-th: k is (step s, half h, lane t, e)."""
+    return torch.arange(TILE_COLUMNS).view(4, 4, 2, 2).permute(1, 2, 0, 3).flatten()
+
+
+def permute_columns(x_TX: Tensor) -> Tensor:
+    """[T, ceil64(X)]: the columns of each tile in :func:`matrix_order`, zeros behind the last column."""
+    x_TX = functional.pad(x_TX, (0, -x_TX.shape[1] % TILE_COLUMNS))
+    return x_TX.unflatten(1, (-1, TILE_COLUMNS))[..., matrix_order().to(x_TX.device)].flatten(1)

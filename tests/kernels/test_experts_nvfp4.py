@@ -11,8 +11,8 @@ pytest.importorskip("triton")
 
 from glm5ray.kernels import reference
 from glm5ray.kernels.interface import ExpertWeights
-from glm5ray.kernels.nvfp4_fragments import pack_experts, pack_matrix, unpack_matrix
-from glm5ray.kernels.triton import experts_nvfp4
+from glm5ray.kernels.nvfp4_fragments import matrix_order, pack_experts, pack_matrix, permute_columns, unpack_matrix
+from glm5ray.kernels.triton import expert_rows, experts_nvfp4
 from glm5ray.quantization.nvfp4 import quantize_nvfp4
 from tests.kernels.nvfp4_experts import make_nvfp4_experts, unquantized
 
@@ -32,7 +32,7 @@ def test_fragments_keep_every_bit(rows: int, columns: int) -> None:
 
 def test_lane_holds_what_mma_wants() -> None:
     """The word of (lane, k16 step) holds A[g][2t], A[g+8][2t], A[g][2t+8], A[g+8][2t+8] and their right neighbours, as
-    the PTX manual draws m16n8k16's A: here every column of row r has code (r + column) % 16."""
+    the PTX manual draws m16n8k16's A, of columns in matrix_order(): here column c of row r has code (r + c) % 16."""
     code = (torch.arange(16)[:, None] + torch.arange(64)[None, :]) % 16
     packed = (code[:, 0::2] | code[:, 1::2] << 4).to(torch.uint8)
     words, _ = pack_matrix(packed, torch.ones(16, 4).to(torch.float8_e4m3fn))
@@ -44,7 +44,8 @@ def test_lane_holds_what_mma_wants() -> None:
         for half in range(2):
             sign, magnitude = (16 * half + place for place in places[pair])
             found = (word >> sign & 1) << 3 | (word >> magnitude & 7)
-            assert found == code[row, 16 * step + column + half]
+            assert found == code[row, matrix_order()[16 * step + column + half]]
+            assert matrix_order()[16 * step + column + half] // 16 == t  # one group of scales a lane
 
 
 def test_a_scale_of_zero_makes_zeros() -> None:
@@ -65,17 +66,39 @@ def test_tiles_cover_every_row_once(counts: list[int], capability: int) -> None:
     ids = torch.repeat_interleave(torch.arange(len(counts)), torch.tensor(counts))[:, None].to(DEVICE)
     if not len(ids):
         return
-    rows = experts_nvfp4.sort_rows(ids, 0, len(counts), widths)
+    rows = expert_rows.sort_rows(ids, 0, len(counts), widths)
     covered = torch.zeros(len(ids), dtype=torch.int64)
     starts = rows.row_start_E1.tolist()
     for i, width in enumerate(widths):
         cumulative = rows.cumulative_WE[i].tolist()
-        assert cumulative[-1] <= experts_nvfp4.max_tiles(i, widths, len(ids), len(counts))
+        assert cumulative[-1] <= expert_rows.max_tiles(i, widths, len(ids), len(counts))
         for e, (before, upto) in enumerate(zip([0, *cumulative], cumulative, strict=False)):
             for tile in range(upto - before):
                 first = int(rows.start_WE[i, e]) + tile * width
                 covered[first : min(first + width, starts[e + 1])] += 1
     assert (covered == 1).all()
+
+
+@pytest.mark.parametrize("one_launch", [True, False])
+@pytest.mark.parametrize(("tokens", "choices"), [(0, 2), (1, 8), (7, 3), (64, 8), (90, 6)])
+def test_rows_are_a_stable_sort(tokens: int, choices: int, one_launch: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """... by expert, other ranks' behind, in one launch or in three."""
+    monkeypatch.setattr(expert_rows, "MAX_ONE_LAUNCH", 1024 if one_launch else -1)
+    generator = torch.Generator().manual_seed(4)
+    ids = torch.randint(-2, 25, (tokens, choices), generator=generator)
+    rows = expert_rows.sort_rows(ids.to(DEVICE), 3, 18, ())
+    local = ids.flatten() - 3
+    key = torch.where((local >= 0) & (local < 18), local, 18)
+    order = key.argsort(stable=True)
+    assert torch.equal(rows.assignment_X.cpu().long(), order)
+    assert torch.equal(rows.row_TA.flatten().cpu().long(), order.argsort())
+    assert torch.equal(rows.row_start_E1.cpu().long(), (key[None] < torch.arange(19)[:, None]).sum(1))
+
+
+@pytest.mark.parametrize("width", [64, 80, 192])
+def test_columns_are_permuted_as_said(width: int) -> None:
+    x = torch.randn(3, width + 5, generator=torch.Generator().manual_seed(5)).to(DEVICE)[:, :width]
+    assert torch.equal(experts_nvfp4.permute_columns(x), permute_columns(x))
 
 
 def test_the_reference_decodes_as_the_quantisation_does() -> None:

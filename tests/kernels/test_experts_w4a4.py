@@ -14,7 +14,7 @@ from glm5ray.errors import ConfigError
 from glm5ray.kernels import reference
 from glm5ray.kernels.select import kernel_table
 from glm5ray.kernels.triton import experts_w4a4
-from glm5ray.kernels.triton.experts_nvfp4 import sort_rows
+from glm5ray.kernels.triton.expert_rows import sort_rows
 from glm5ray.quantization.nvfp4 import quantize_nvfp4
 from tests.kernels.nvfp4_experts import make_nvfp4_experts
 
@@ -80,7 +80,7 @@ def test_activations_are_rounded_as_the_quantiser_rounds() -> None:
 
 def test_it_is_chosen_by_name_only() -> None:
     nvfp4 = frozenset({"experts"})
-    assert {row.op: row.provider for row in kernel_table({}, "cuda", nvfp4)}["experts"] == "triton"
+    assert {row.op: row.provider for row in kernel_table({}, "cuda", nvfp4)}["experts"] == "cuda"
     named = kernel_table({"experts": "triton_w4a4"}, "cuda", nvfp4)
     assert {row.op: row.provider for row in named}["experts"] == "triton_w4a4"
     with pytest.raises(ConfigError, match=r"it serves experts only"):

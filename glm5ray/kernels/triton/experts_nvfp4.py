@@ -1,9 +1,9 @@
 """Routed experts in NVFP4 for many tokens: weights are decoded to BF16 inside the matrix products (W4A16).
 
 Rows are the assignments of tokens to experts, sorted by expert. Each expert's rows are cut into tiles of a few widths
-(:func:`plan_tiles_kernel`), and one launch a width computes all tiles of it: a weight is decoded once a tile, so
-wide tiles decode least, and narrow ones waste little on an expert's last rows. Products are computed transposed,
-``[weights' rows, tokens]``, because ``wgmma`` takes only its first operand from registers.
+(:mod:`glm5ray.kernels.triton.expert_rows`), and one launch a width computes all tiles of it: a weight is decoded once a
+tile, so wide tiles decode least, and narrow ones waste little on an expert's last rows. Products are computed
+transposed, ``[weights' rows, tokens]``, because ``wgmma`` takes only its first operand from registers.
 
 Letters beside those of :mod:`glm5ray.kernels.interface`: X rows, W widths of tiles."""
 
@@ -18,9 +18,10 @@ import triton
 import triton.language as tl
 
 from glm5ray.kernels.interface import Nvfp4ExpertWeights
-from glm5ray.kernels.nvfp4_fragments import pack_experts
+from glm5ray.kernels.nvfp4_fragments import TILE_COLUMNS, pack_experts
 from glm5ray.kernels.triton.device import capability
-from glm5ray.kernels.triton.nvfp4_decode import columns_by_lane, decode_tile
+from glm5ray.kernels.triton.expert_rows import combine_kernel, find_tile, max_tiles, sort_rows
+from glm5ray.kernels.triton.nvfp4_decode import await_product, columns_by_lane, decode_tile
 from glm5ray.kernels.triton.variant import Variant
 
 if TYPE_CHECKING:
@@ -67,52 +68,6 @@ def tile_of(width: int, arch: int) -> Tile:
 
 
 @triton.jit
-def plan_tiles_kernel(
-    row_start_E1, cumulative_WE, start_WE, E, E2: tl.constexpr, WIDEST: tl.constexpr, NUM_WIDTHS: tl.constexpr
-):
-    """Cuts each expert's n rows: n // WIDEST tiles of that width; of what remains (r), if it is at most 3/4 of WIDEST
-    but more than half, a tile of half of it and the narrowest that holds the rest, else the narrowest that holds r.
-
-    cumulative_WE: tiles of this width up to this expert, its own included. start_WE: its first row of this width.
-    """
-    e = tl.arange(0, E2)
-    first = tl.load(row_start_E1 + e, mask=e < E, other=0)
-    count = tl.load(row_start_E1 + e + 1, mask=e < E, other=0) - first
-    count = tl.where(e < E, count, 0)
-    rest = count % WIDEST
-    is_cut = (rest > WIDEST // 2) & (rest <= WIDEST // 2 + WIDEST // 4)
-    narrow = tl.where(is_cut, rest - WIDEST // 2, rest)
-    start = first + count - rest
-    widest = count // WIDEST
-    for w in tl.static_range(NUM_WIDTHS):
-        is_here = narrow > 0
-        if w + 1 < NUM_WIDTHS:
-            is_here = is_here & (narrow > (WIDEST >> w) // 2)
-        is_here = is_here & (narrow <= (WIDEST >> w))
-        tiles, where = is_here.to(tl.int32), tl.where(is_cut, start + WIDEST // 2, start)
-        if w == 0:
-            tiles, where = widest + tiles, first
-        if w == 1:
-            tiles, where = tl.where(is_cut, 1, tiles), start
-        tl.store(cumulative_WE + w * E + e, tl.cumsum(tiles, 0), mask=e < E)
-        tl.store(start_WE + w * E + e, where, mask=e < E)
-
-
-@triton.jit
-def find_tile(tile, cumulative_E, start_E, row_start_E1, E, E2: tl.constexpr, WIDTH: tl.constexpr):
-    """(expert, first row, rows) of a tile; no rows: there are fewer tiles."""
-    e = tl.arange(0, E2)
-    cumulative = tl.load(cumulative_E + e, mask=e < E, other=2147483647)
-    expert = tl.sum((cumulative <= tile).to(tl.int32), 0)
-    is_tile = expert < E
-    expert = tl.minimum(expert, E - 1)
-    before = tl.load(cumulative_E + expert - 1, mask=expert > 0, other=0)
-    row = tl.load(start_E + expert) + (tile - before) * WIDTH
-    rows = tl.load(row_start_E1 + expert + 1) - row
-    return expert, row, tl.where(is_tile, tl.minimum(rows, WIDTH), 0)
-
-
-@triton.jit
 def _product(
     x_pointers,
     is_row,
@@ -130,7 +85,8 @@ def _product(
 ):
     """fp32 [16 ROW_TILES, WIDTH]: an expert's weight rows times rows of x, without the global scale.
 
-    x_pointers: [WIDTH], to the first of K columns of each row. EVEN: K is whole tiles, and so are the weights' rows.
+    x_pointers: [WIDTH], to the first of each row's columns, which are K, filled up to whole tiles, in
+    ``matrix_order()``. EVEN: the weights' rows are whole programs of tiles.
     """
     column_tiles = tl.cdiv(K, 64)
     k = tl.arange(0, 64)
@@ -138,28 +94,31 @@ def _product(
     at = (expert.to(tl.int64) * num_tiles + tile) * column_tiles
     lane, s = tl.arange(0, 32), tl.arange(0, 4)
     word_pointers = words_E + at[:, None, None, None] * 128 + lane[None, None, :, None] * 4 + s[None, None, None, :]
-    scale_pointers = scales_E + at[:, None, None] * 16 + (lane // 4)[None, None, :] * 2
+    scale_pointers = scales_E + at[:, None, None] * 32 + lane[None, None, :]
     x_pointers = x_pointers[None, :] + k[:, None]
     is_tile = tile < num_tiles
     sums = tl.zeros((16 * ROW_TILES, WIDTH), tl.float32)
-    for k0 in range(0, K, 64):
+    # two bytes a lane are too few for an asynchronous copy: scales are fetched a step ahead into registers
+    scales = tl.load(scale_pointers, mask=is_tile[:, None, None], other=0)
+    for step in range(column_tiles):
+        scale_pointers += 32
+        is_next = is_tile & (step + 1 < column_tiles)
+        next_scales = tl.load(scale_pointers, mask=is_next[:, None, None], other=0)
         if EVEN:
-            words = tl.load(word_pointers)
-            scales_g, scales_g8 = tl.load(scale_pointers), tl.load(scale_pointers + 1)
-            x = tl.load(x_pointers)
+            words, x = tl.load(word_pointers), tl.load(x_pointers)
         else:
             words = tl.load(word_pointers, mask=is_tile[:, None, None, None], other=0)
-            scales_g = tl.load(scale_pointers, mask=is_tile[:, None, None], other=0)
-            scales_g8 = tl.load(scale_pointers + 1, mask=is_tile[:, None, None], other=0)
-            x = tl.load(x_pointers, mask=(k0 + k < K)[:, None] & is_row[None, :], other=0)
-        weights = decode_tile(words, scales_g, scales_g8, ROW_TILES, 1, BY_LANE, ASM)
+            x = tl.load(x_pointers, mask=is_row[None, :], other=0)
+        weights = decode_tile(words, scales, ROW_TILES, 1, BY_LANE, ASM)
         if BY_LANE:
             x = columns_by_lane(x, 64, WIDTH)
         if not ASM:  # for the interpreter, which multiplies no bf16
             weights, x = weights.to(tl.float32), x.to(tl.float32)
         sums = tl.dot(weights, x, sums)
+        if ASM and not BY_LANE:
+            sums = await_product(sums)
+        scales = next_scales
         word_pointers += 128
-        scale_pointers += 16
         x_pointers += 64
     return sums
 
@@ -186,14 +145,17 @@ def gate_up_kernel(
     EVEN: tl.constexpr,
     ASM: tl.constexpr,
 ):
-    """hidden[row] = silu(gate(x[token])) * up(x[token]), for tiles of WIDTH rows and 8 ROW_TILES hidden units."""
-    parts = tl.cdiv(F, 8 * ROW_TILES)
+    """hidden[row] = silu(gate(x[token])) * up(x[token]), for tiles of WIDTH rows and 8 ROW_TILES hidden units.
+
+    Rows of x and of hidden are filled up to whole tiles of columns, in ``matrix_order()``."""
+    filled = tl.cdiv(F, 64) * 64
+    parts = tl.cdiv(filled, 8 * ROW_TILES)
     expert, first_row, rows = find_tile(tl.program_id(0) // parts, cumulative_E, start_E, row_start_E1, E, E2, WIDTH)
     if rows > 0:
         part = tl.program_id(0) % parts
         n = tl.arange(0, WIDTH)
         token = tl.load(assignment_X + first_row + n, mask=n < rows, other=0) // A
-        x_pointers = x_TM + token.to(tl.int64) * M
+        x_pointers = x_TM + token.to(tl.int64) * (tl.cdiv(M, 64) * 64)
         num_tiles = tl.cdiv(F, 8)
         sums = _product(
             x_pointers,
@@ -214,10 +176,14 @@ def gate_up_kernel(
         gate, up = tl.split(halves)
         gate *= tl.load(global_E2 + expert * 2) * 256
         up *= tl.load(global_E2 + expert * 2 + 1) * 256
-        hidden = (gate / (1 + tl.exp(-gate)) * up).reshape(8 * ROW_TILES, WIDTH)
-        f = part * (8 * ROW_TILES) + tl.arange(0, 8 * ROW_TILES)
-        out = hidden_XF + (first_row + n).to(tl.int64)[None, :] * F + f[:, None]
-        tl.store(out, hidden.to(hidden_XF.dtype.element_ty), mask=(n < rows)[None, :] & (f < F)[:, None])
+        hidden = (gate / (1 + tl.exp(-gate)) * up).to(hidden_XF.dtype.element_ty)
+        # in matrix order a program's columns are runs of RUN; a tile of 64 columns is one program, or two
+        RUN: tl.constexpr = ROW_TILES
+        hidden = hidden.reshape(RUN // 2, 4, 2, 2, WIDTH).permute(1, 2, 0, 3, 4).reshape(8 * RUN, WIDTH)
+        i = tl.arange(0, 8 * RUN)
+        f = part * (8 * RUN) // 64 * 64 + i // RUN * 8 + i % RUN + part * (8 * RUN) % 64 // 8
+        out = hidden_XF + (first_row + n).to(tl.int64)[None, :] * filled + f[:, None]
+        tl.store(out, hidden, mask=(n < rows)[None, :])
 
 
 @triton.jit
@@ -246,7 +212,7 @@ def down_kernel(
     if rows > 0:
         part = tl.program_id(0) % parts
         n = tl.arange(0, WIDTH)
-        x_pointers = hidden_XF + (first_row + tl.minimum(n, rows - 1)).to(tl.int64) * F
+        x_pointers = hidden_XF + (first_row + tl.minimum(n, rows - 1)).to(tl.int64) * (tl.cdiv(F, 64) * 64)
         num_tiles = tl.cdiv(M, 16)
         sums = _product(
             x_pointers,
@@ -270,68 +236,16 @@ def down_kernel(
 
 
 @triton.jit
-def combine_kernel(rows_XM, row_TA, weights_TA, num_rows_here, out_TM, M, A: tl.constexpr, BLOCK: tl.constexpr):
-    """out[t] = sum of weights[t, a] * rows[row[t, a]] by order of a, in fp32; rows from num_rows_here on count as 0."""
-    t = tl.program_id(0)
-    m = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    last = tl.load(num_rows_here)
-    total = tl.zeros((BLOCK,), tl.float32)
-    for a in tl.static_range(A):
-        row = tl.load(row_TA + t * A + a)
-        weight = tl.load(weights_TA + t * A + a)
-        here = tl.load(rows_XM + row.to(tl.int64) * M + m, mask=(m < M) & (row < last), other=0)
-        total += tl.where(row < last, weight, 0.0) * here.to(tl.float32)
-    tl.store(out_TM + t.to(tl.int64) * M + m, total.to(out_TM.dtype.element_ty), mask=m < M)
+def permute_columns_kernel(x_TM, out_TM, M, filled, x_stride, COLUMNS: tl.constexpr):
+    """As :func:`glm5ray.kernels.nvfp4_fragments.permute_columns`, COLUMNS of a token's row."""
+    t = tl.program_id(0).to(tl.int64)
+    m = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    x = tl.load(x_TM + t * x_stride + m, mask=m < M, other=0.0)
+    x = x.reshape(COLUMNS // 64, 4, 4, 2, 2).permute(0, 2, 3, 1, 4).reshape(COLUMNS)
+    tl.store(out_TM + t * filled + m, x, mask=m < filled)
 
 
 # --- launches ---------------------------------------------------------------------------------------------------------
-
-
-class Rows(NamedTuple):
-    """Assignments in order of experts, and their tiles, all on the device."""
-
-    assignment_X: Tensor
-    """int32: row -> token * A + choice. Those of other ranks' experts stand last."""
-    row_TA: Tensor
-    """int32: its inverse"""
-    row_start_E1: Tensor
-    """int32 [E + 1]: first row of each expert; the last is the number of rows of this rank."""
-    cumulative_WE: Tensor
-    start_WE: Tensor
-    """int32, of :func:`plan_tiles_kernel`"""
-
-
-def sort_rows(ids_TA: Tensor, first_expert: int, num_experts: int, widths: tuple[int, ...]) -> Rows:
-    """Rows by expert, in order of tokens within one; whatever number is not one of this rank's experts is left out."""
-    local_X = ids_TA.flatten() - first_expert
-    local_X = torch.where((local_X >= 0) & (local_X < num_experts), local_X, num_experts).to(torch.int32)
-    expert_X, order_X = torch.sort(local_X, stable=True)
-    bounds_E1 = torch.arange(num_experts + 1, dtype=torch.int32, device=ids_TA.device)
-    row_start_E1 = torch.searchsorted(expert_X, bounds_E1, out_int32=True)
-    assignment_X = order_X.to(torch.int32)
-    row_TA = torch.empty_like(assignment_X)
-    row_TA[order_X] = torch.arange(len(order_X), dtype=torch.int32, device=ids_TA.device)
-    cumulative_WE = torch.empty(len(widths), num_experts, dtype=torch.int32, device=ids_TA.device)
-    start_WE = torch.empty_like(cumulative_WE)
-    plan_tiles_kernel[(1,)](
-        row_start_E1,
-        cumulative_WE,
-        start_WE,
-        num_experts,
-        E2=triton.next_power_of_2(num_experts),
-        WIDEST=widths[0],
-        NUM_WIDTHS=len(widths),
-    )
-    return Rows(assignment_X, row_TA.view(ids_TA.shape), row_start_E1, cumulative_WE, start_WE)
-
-
-def max_tiles(width_index: int, widths: tuple[int, ...], num_rows: int, num_experts: int) -> int:
-    """How many tiles of a width there can be, whatever the routing."""
-    if width_index == 0:
-        return num_rows // (3 * widths[0] // 4)
-    if width_index == 1:
-        return min(num_experts, num_rows // (widths[0] // 4))
-    return min(num_experts, num_rows)
 
 
 def run_experts(
@@ -360,7 +274,8 @@ def _run_part(
     num_experts, num_tokens, num_choices = len(experts.down_global), *ids_TA.shape
     M, F = experts.hidden_size, experts.moe_intermediate_size
     rows = sort_rows(ids_TA, experts.first_expert, num_experts, widths)
-    hidden_XF = x_TM.new_empty(ids_TA.numel(), F)
+    x_TM = permute_columns(x_TM)
+    hidden_XF = x_TM.new_empty(ids_TA.numel(), fill_columns(F))
     rows_XM = x_TM.new_empty(ids_TA.numel(), M)
     sizes = {"E": num_experts, "M": M, "F": F, "E2": triton.next_power_of_2(num_experts)}
     row_start = rows.row_start_E1
@@ -370,8 +285,8 @@ def _run_part(
             continue
         tile = tile_of(width, arch)
         rest = {"WIDTH": width, "EVEN": is_even(tile, M, F), "ASM": asm, **tile._asdict()}
-        gate_up_kernel[(tiles * triton.cdiv(F, 8 * tile.ROW_TILES),)](
-            x_TM.contiguous(),
+        gate_up_kernel[(tiles * triton.cdiv(fill_columns(F), 8 * tile.ROW_TILES),)](
+            x_TM,
             rows.assignment_X,
             hidden_XF,
             experts.gate_up_words,
@@ -398,14 +313,26 @@ def _run_part(
         )
     block = min(1024, triton.next_power_of_2(M))
     combine_kernel[(num_tokens, triton.cdiv(M, block))](
-        rows_XM, rows.row_TA, weights_TA, row_start[-1:], out_TM, M, A=num_choices, BLOCK=block
+        rows_XM, rows.row_TA, weights_TA, row_start[-1:], out_TM, M, A=num_choices, COLUMNS=block
     )
+
+
+def fill_columns(columns: int) -> int:
+    return triton.cdiv(columns, TILE_COLUMNS) * TILE_COLUMNS
+
+
+def permute_columns(x_TM: Tensor) -> Tensor:
+    tokens, width = x_TM.shape
+    out_TM = x_TM.new_empty(tokens, fill_columns(width))
+    grid = (tokens, triton.cdiv(out_TM.shape[1], 1024))
+    permute_columns_kernel[grid](x_TM, out_TM, width, out_TM.shape[1], x_TM.stride(0), COLUMNS=1024)
+    return out_TM
 
 
 def is_even(tile: Tile, hidden_size: int, moe_intermediate_size: int) -> bool:
     """Whether programs need no masks: GLM-5's sizes."""
     rows = 16 * tile.ROW_TILES
-    return hidden_size % max(rows, 64) == 0 and moe_intermediate_size % max(rows // 2, 64) == 0
+    return hidden_size % rows == 0 and moe_intermediate_size % max(rows // 2, 64) == 0
 
 
 class Nvfp4Experts:
@@ -431,20 +358,14 @@ _TYPES = {
     "hidden_XF": "*bf16",
     "out_XM": "*bf16",
     "words_E": "*i32",
-    "scales_E": "*i32",
+    "scales_E": "*i16",
     "global_E2": "*fp32",
     "global_E": "*fp32",
     "row_start_E1": "*i32",
     "cumulative_E": "*i32",
     "start_E": "*i32",
-    "cumulative_WE": "*i32",
-    "start_WE": "*i32",
-    "rows_XM": "*bf16",
-    "row_TA": "*i32",
-    "weights_TA": "*fp32",
-    "num_rows_here": "*i32",
     "out_TM": "*bf16",
-    **dict.fromkeys("EMFA", "i32"),
+    **dict.fromkeys(("E", "M", "F", "A", "filled", "x_stride"), "i32"),
 }
 
 
@@ -453,13 +374,11 @@ def variants() -> Iterator[Variant]:
 
     def variant(name: str, fn: triton.JITFunction, constants: dict[str, object], **options: object) -> Variant:
         signature = {arg: _TYPES[arg] for arg in fn.arg_names if arg not in constants}
-        unaligned = frozenset({"A", "num_rows_here"} & set(signature))
+        unaligned = frozenset({"A"} & set(signature))
         return Variant(name=name, fn=fn, signature=signature, constants=constants, unaligned=unaligned, **options)
 
     for arch, widths in WIDTHS.items():
         on: dict[str, object] = {"capabilities": (arch,)}
-        plan = {"E2": 256, "WIDEST": widths[0], "NUM_WIDTHS": len(widths)}
-        yield variant(f"plan_tiles_{widths[0]}", plan_tiles_kernel, plan, **on)
         for width in widths:
             tile = tile_of(width, arch)
             constants = {"E2": 256, "ROW_TILES": tile.ROW_TILES, "BY_LANE": tile.BY_LANE, "WIDTH": width}
@@ -471,4 +390,4 @@ def variants() -> Iterator[Variant]:
             uneven = constants | {"EVEN": False}
             yield variant(f"gate_up_{width}_uneven", gate_up_kernel, uneven, **on, is_slow_to_compile=True)
             yield variant(f"down_{width}_uneven", down_kernel, uneven, **on, is_slow_to_compile=True)
-    yield variant("combine", combine_kernel, {"A": 8, "BLOCK": 1024})
+    yield variant("permute_columns", permute_columns_kernel, {"COLUMNS": 1024})

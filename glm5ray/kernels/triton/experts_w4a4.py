@@ -21,7 +21,8 @@ import triton.language as tl
 
 from glm5ray.kernels.interface import Nvfp4ExpertWeights
 from glm5ray.kernels.triton.device import capability
-from glm5ray.kernels.triton.experts_nvfp4 import MAX_TOKENS, combine_kernel, find_tile, sort_rows
+from glm5ray.kernels.triton.expert_rows import combine_kernel, find_tile, sort_rows
+from glm5ray.kernels.triton.experts_nvfp4 import MAX_TOKENS
 from glm5ray.kernels.triton.variant import Variant
 
 if TYPE_CHECKING:
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from glm5ray.kernels.triton.experts_nvfp4 import Rows
+    from glm5ray.kernels.triton.expert_rows import Rows
 
 ROWS, COLUMNS, DEPTH = 128, 128, 128
 """Of a program's tile: rows of activations, rows of weights, and what is multiplied at once."""
@@ -194,7 +195,7 @@ def _run_part(x_TM: Tensor, ids_TA: Tensor, weights_TA: Tensor, experts: Nvfp4Ex
     rows_XM = product(_quantize(gate_up_XF, rows, A, F, gated=True), down, M, 1)
     block = min(1024, triton.next_power_of_2(M))
     combine_kernel[(len(x_TM), triton.cdiv(M, block))](
-        rows_XM, rows.row_TA, weights_TA, rows.row_start_E1[-1:], out_TM, M, A=A, BLOCK=block
+        rows_XM, rows.row_TA, weights_TA, rows.row_start_E1[-1:], out_TM, M, A=A, COLUMNS=block
     )
 
 

@@ -1,8 +1,8 @@
 """From words in fragment order (:mod:`glm5ray.kernels.nvfp4_fragments`) to the BF16 operand of a matrix product.
 
 The result's elements are computed by the threads that feed them to the matrix units: on sm_90 they go from registers
-into ``wgmma`` without passing shared memory (seen in the compiled code: no ``STS`` in the loop). About 2.5 integer
-operations a weight, the scales included, which are spread over the four words that share them."""
+into ``wgmma`` without passing shared memory (seen in the compiled code: no ``STS`` in the loop). About two operations a
+weight, four of them the multiplication by the scale."""
 
 # pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false, reportIndexIssue=false, reportReturnType=false
 # (Triton's annotations say nothing of how a kernel is launched)
@@ -15,8 +15,7 @@ import triton.language as tl
 @triton.jit
 def decode_tile(
     words,
-    scales_g,
-    scales_g8,
+    scales,
     ROW_TILES: tl.constexpr,
     COLUMN_TILES: tl.constexpr,
     BY_LANE: tl.constexpr,
@@ -24,13 +23,15 @@ def decode_tile(
 ):
     """bf16 [16 ROW_TILES, 64 COLUMN_TILES]: weight x group scale / 256, exactly.
 
-    words: int32 [ROW_TILES, COLUMN_TILES, 32, 4]; scales_g, scales_g8: int32 [ROW_TILES, COLUMN_TILES, 32], the four
-    E4M3 bytes of row g and of row g + 8. ASM: with PTX; without it, in Triton's own operations, for its interpreter.
-    BY_LANE: of each 16 columns a lane's four stand side by side, which is how Triton wants operands of ``mma.sync``
-    that were joined from parts; :func:`columns_by_lane` puts the other operand into that order. Otherwise columns
-    stand in their own order, ``wgmma``'s.
+    words: int32 [ROW_TILES, COLUMN_TILES, 32, 4]; scales: int16 [ROW_TILES, COLUMN_TILES, 32], the E4M3 bytes of row g
+    and of row g + 8. ASM: with PTX; without it, in Triton's own operations, for its interpreter. Columns stand in
+    ``matrix_order()``; BY_LANE: of each 16 of these a lane's four stand side by side, which is how Triton wants
+    operands of ``mma.sync`` that were joined from parts; :func:`columns_by_lane` puts the other operand into that
+    order.
     """
-    by_word = _spread_scales(scales_g, ASM), _spread_scales(scales_g8, ASM)
+    scale_g, scale_g8 = _spread_scales(scales.to(tl.int32), ASM)
+    scale_g = tl.broadcast_to(scale_g[:, :, :, None], words.shape)
+    scale_g8 = tl.broadcast_to(scale_g8[:, :, :, None], words.shape)
     if ASM:
         p0, p1, p2, p3 = tl.inline_asm_elementwise(
             """
@@ -54,15 +55,15 @@ def decode_tile(
             }
             """,
             "=&r,=&r,=&r,=&r,r,r,r",
-            [words, by_word[0], by_word[1]],
+            [words, scale_g, scale_g8],
             dtype=(tl.int32, tl.int32, tl.int32, tl.int32),
             is_pure=True,
             pack=1,
         )
         q0, q1, q2, q3 = _two_bf16(p0), _two_bf16(p1), _two_bf16(p2), _two_bf16(p3)
     else:
-        q0, q1 = _slow_pair(words, by_word[0], 15, 6), _slow_pair(words, by_word[1], 12, 3)
-        q2, q3 = _slow_pair(words, by_word[0], 13, 0), _slow_pair(words, by_word[1], 14, 9)
+        q0, q1 = _slow_pair(words, scale_g, 15, 6), _slow_pair(words, scale_g8, 12, 3)
+        q2, q3 = _slow_pair(words, scale_g, 13, 0), _slow_pair(words, scale_g8, 14, 9)
     pairs = tl.join(tl.join(q0, q1), tl.join(q2, q3))  # [.., 32, 4, pair, half of rows, half of columns]
     pairs = pairs.reshape(ROW_TILES, COLUMN_TILES, 8, 4, 4, 2, 2, 2)
     pairs = pairs.permute(0, 6, 2, 1, 4, 3, 7, 5) if BY_LANE else pairs.permute(0, 6, 2, 1, 4, 7, 3, 5)
@@ -76,40 +77,43 @@ def columns_by_lane(x, K: tl.constexpr, N: tl.constexpr):
 
 
 @triton.jit
+def await_product(sums):
+    """The same sums, but used: Triton then waits for ``wgmma`` before the loop goes on.
+
+    Otherwise it lets a product run on while the next weights are decoded into the registers that ``wgmma`` may still
+    read its first operand from (Triton 3.6 and 3.7; results then differ from run to run)."""
+    return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=f,f", [sums], dtype=tl.float32, is_pure=True, pack=1)
+
+
+@triton.jit
 def _spread_scales(scales, ASM: tl.constexpr):
-    """[.., 4]: the scale of each word; as two equal BF16 in an int32, times 2^118 (ASM), or as fp32.
+    """The scales of the two bytes; as two equal BF16 in an int32, times 2^118 (ASM), or as fp32.
 
     E4M3 becomes FP16 by instruction. FP16's bits, moved by three, are a BF16's with another exponent bias, and the
     seven bits that fall out are zero: 0x7300 puts the bias right by 112 and the exponent up by 118."""
     if ASM:
-        s0, s1, s2, s3 = tl.inline_asm_elementwise(
+        low, high = tl.inline_asm_elementwise(
             """
             {
-            .reg .b16 low, high;
-            .reg .b32 a, b;
-            mov.b32 {low, high}, $4;
-            cvt.rn.f16x2.e4m3x2 a, low;
-            cvt.rn.f16x2.e4m3x2 b, high;
+            .reg .b16 both, unused;
+            .reg .b32 a;
+            mov.b32 {both, unused}, $2;
+            cvt.rn.f16x2.e4m3x2 a, both;
             shr.b32 a, a, 3;
-            shr.b32 b, b, 3;
             add.u32 a, a, 0x73007300;
-            add.u32 b, b, 0x73007300;
             prmt.b32 $0, a, a, 0x1010;
             prmt.b32 $1, a, a, 0x3232;
-            prmt.b32 $2, b, b, 0x1010;
-            prmt.b32 $3, b, b, 0x3232;
             }
             """,
-            "=&r,=&r,=&r,=&r,r",
+            "=&r,=&r,r",
             [scales],
-            dtype=(tl.int32, tl.int32, tl.int32, tl.int32),
+            dtype=(tl.int32, tl.int32),
             is_pure=True,
             pack=1,
         )
     else:
-        s0, s1, s2, s3 = _slow_e4m3(scales), _slow_e4m3(scales >> 8), _slow_e4m3(scales >> 16), _slow_e4m3(scales >> 24)
-    four = tl.join(tl.join(s0, s2), tl.join(s1, s3))
-    return four.reshape(scales.shape[0], scales.shape[1], scales.shape[2], 4)
+        low, high = _slow_e4m3(scales), _slow_e4m3(scales >> 8)
+    return low, high
 
 
 @triton.jit
