@@ -1,26 +1,34 @@
 #!/usr/bin/env python3
 """Times the NVFP4 experts of one layer at GLM-5's sizes on the GPU, after checking them against torch in fp32.
 
-    python scripts/bench_experts.py [--tokens 512 8192] [--variants]
+    python scripts/bench_experts.py [--provider cuda] [--tokens 1 64] [--variants] [--json FILE]
 
-Random weights, uniform routing. The last line is JSON: per number of tokens ms a layer, TFLOP/s of the products and
-TB/s of the weights; ``--variants`` also tries other tiles and other pipeline depths."""
+Random weights, uniform routing, a layer from the router's choice to the weighted sum inside a CUDA graph. The last line
+is JSON: per number of tokens ms a layer, TFLOP/s of the products and TB/s of the weights; ``--variants`` also tries
+other shapes (CUDA C++) or tiles (Triton)."""
 
 from __future__ import annotations
 
 import argparse
 import json
 import time
+from collections.abc import Callable
 from dataclasses import fields
+from pathlib import Path
+from typing import TypeAlias
 
 import torch
 
+from glm5ray.kernels.cuda import experts_nvfp4 as cuda
 from glm5ray.kernels.nvfp4_fragments import FragmentExperts, unpack_matrix
 from glm5ray.kernels.triton import experts_nvfp4
 from glm5ray.kernels.triton.device import capability
 from glm5ray.quantization.nvfp4 import dequantize_nvfp4
 
 HIDDEN, INTERMEDIATE, EXPERTS, CHOICES = 6144, 2048, 256, 8
+
+Run: TypeAlias = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, FragmentExperts], torch.Tensor]
+"""(x, ids, weights, experts) -> out"""
 
 
 def random_experts(num_experts: int, first_expert: int = 0) -> FragmentExperts:
@@ -29,8 +37,8 @@ def random_experts(num_experts: int, first_expert: int = 0) -> FragmentExperts:
         return torch.randint(-(2**31), 2**31, shape, dtype=torch.int32, device="cuda")
 
     def scales(rows: int, columns: int) -> torch.Tensor:
-        shape = (num_experts, rows // 16, columns // 64, 8, 2, 4)
-        return torch.randint(0x28, 0x40, shape, dtype=torch.uint8, device="cuda").view(torch.int32).squeeze(-1)
+        shape = (num_experts, rows // 16, columns // 64, 32, 2)
+        return torch.randint(0x28, 0x40, shape, dtype=torch.uint8, device="cuda").view(torch.int16).squeeze(-1)
 
     return FragmentExperts(
         gate_up_words=words(2 * INTERMEDIATE, HIDDEN),
@@ -65,16 +73,16 @@ def expected(x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, experts:
     return out
 
 
-def check() -> float:
+def check(run: Run) -> float:
     """Largest relative error (norms) over numbers of tokens; every tile width occurs, and other ranks' experts do."""
     torch.manual_seed(0)
     experts, worst = random_experts(12, first_expert=2), 0.0
-    for tokens in (1, 7, 24, 130, 700):
+    for tokens in (1, 7, 24, 130, 500, 700):
         x, ids, weights = random_step(tokens, 16)
-        actual = experts_nvfp4.run_experts(x, ids, weights, experts, arch=capability(x)).float()
+        actual = run(x, ids, weights, experts).float()
         want = expected(x, ids, weights, experts)
         error = float((actual - want).norm() / want.norm().clamp(min=1e-30))
-        again = experts_nvfp4.run_experts(x, ids, weights, experts, arch=capability(x)).float()
+        again = run(x, ids, weights, experts).float()
         print(f"check tokens={tokens} relative error {error:.5f} same again {torch.equal(actual, again)}", flush=True)
         assert torch.equal(actual, again), "two runs differ"
         worst = max(worst, error)
@@ -82,35 +90,36 @@ def check() -> float:
     return worst
 
 
-def time_ms(tokens: int, experts: FragmentExperts, repeats: int) -> tuple[float, dict[str, float]]:
-    """(median ms of a layer, ms by kernel)"""
-    x, ids, weights = random_step(tokens, EXPERTS)
-
-    def run() -> None:
-        experts_nvfp4.run_experts(x, ids, weights, experts, arch=capability(x))
-
-    run()
+def time_ms(run: Run, tokens: int, experts: FragmentExperts, repeats: int, steps: int = 4) -> tuple[float, dict]:
+    """(median ms of a layer inside a CUDA graph, ms by kernel). The graph has several steps with routings of their own,
+    so that few tokens too find no weights in the cache."""
+    inputs = [random_step(tokens, EXPERTS) for _ in range(steps)]
+    run(*inputs[0], experts)
     torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for x, ids, weights in inputs:
+            run(x, ids, weights, experts)
     times = []
-    for _ in range(repeats):
+    for _ in range(repeats + 1):
         begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         begin.record()
-        run()
+        graph.replay()
         end.record()
         end.synchronize()
-        times.append(begin.elapsed_time(end))
+        times.append(begin.elapsed_time(end) / steps)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-        run()
+        graph.replay()
         torch.cuda.synchronize()
     parts: dict[str, float] = {}
     for event in profile.key_averages():
-        name = event.key if "kernel" in event.key and "at::" not in event.key else "sort"
-        parts[name[:24]] = parts.get(name[:24], 0.0) + event.self_device_time_total / 1e3
-    return sorted(times)[len(times) // 2], {k: round(v, 4) for k, v in parts.items()}
+        name = event.key.split("_r")[0][:24]
+        parts[name] = parts.get(name, 0.0) + event.self_device_time_total / 1e3 / steps
+    return sorted(times[1:])[repeats // 2], {k: round(v, 4) for k, v in parts.items()}
 
 
-def measure(tokens: int, experts: FragmentExperts, label: str, repeats: int = 7) -> dict[str, object]:
-    ms, parts = time_ms(tokens, experts, repeats)
+def measure(run: Run, tokens: int, experts: FragmentExperts, label: str, repeats: int = 7) -> dict[str, object]:
+    ms, parts = time_ms(run, tokens, experts, repeats)
     flop = 2 * tokens * CHOICES * 3 * HIDDEN * INTERMEDIATE
     touched = EXPERTS * (1 - (1 - CHOICES / EXPERTS) ** tokens)
     size = touched * 3 * HIDDEN * INTERMEDIATE * 9 / 16
@@ -120,71 +129,105 @@ def measure(tokens: int, experts: FragmentExperts, label: str, repeats: int = 7)
     return row
 
 
-def try_variants(experts: FragmentExperts, seconds: float) -> list[dict[str, object]]:
+def triton_run(x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, experts: FragmentExperts) -> torch.Tensor:
+    return experts_nvfp4.run_experts(x, ids, weights, experts, arch=capability(x))
+
+
+def with_shape(kernels: cuda.Kernels, shape: cuda.Shape) -> Run:
+    def run(x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, experts: FragmentExperts) -> torch.Tensor:
+        out = torch.empty_like(x)
+        kernels.run(x, ids, weights, experts, shape, out)
+        return out
+
+    return run
+
+
+SHAPES = {
+    (1, 2, 4, 10, 64): [
+        (1, 1, 4, 4, 8, 2),
+        (1, 1, 4, 3, 8, 3),
+        (2, 1, 2, 3, 8, 2),
+        (2, 1, 2, 3, 8, 3),
+        (2, 1, 2, 4, 8, 3),
+        (2, 1, 2, 3, 12, 2),
+    ],
+    (16, 64, 128, 256): [(2, 2, 2, 3, 8, 2), (2, 2, 2, 4, 12, 1), (4, 2, 2, 3, 12, 1), (4, 2, 2, 4, 10, 1)],
+    (64, 256, 384, 512, 768, 1024): [
+        (2, 4, 2, 4, 12, 1),
+        (4, 4, 2, 4, 8, 1),
+        (4, 4, 2, 3, 8, 1),
+        (4, 3, 2, 3, 12, 1),
+        (4, 3, 2, 3, 10, 1),
+        (2, 3, 2, 3, 8, 2),
+    ],
+}
+"""Tokens -> shapes to try there."""
+
+
+def try_shapes(experts: FragmentExperts, seconds: float) -> list[dict[str, object]]:
+    begin, rows = time.monotonic(), []
+    shapes = tuple(cuda.Shape(*shape) for several in SHAPES.values() for shape in several)
+    kernels = cuda.Kernels(shapes, experts.down_global.device, capability(experts.down_global))
+    for numbers, several in SHAPES.items():
+        for shape in several:
+            for tokens in numbers:
+                if time.monotonic() - begin > seconds:
+                    return rows
+                run = with_shape(kernels, cuda.Shape(*shape))
+                rows.append(measure(run, tokens, experts, cuda.Shape(*shape).name, 3))
+    return rows
+
+
+def try_tiles(experts: FragmentExperts, seconds: float) -> list[dict[str, object]]:
+    """Other tiles of Triton's."""
     begin, rows = time.monotonic(), []
     chosen_tile, chosen_widths = experts_nvfp4.tile_of, dict(experts_nvfp4.WIDTHS)
-    # (tokens, widths, {width: (fragment tiles, mma.sync, warps, stages)})
-    narrow = {
-        16: (8, True, 2, 4),
-        32: (8, True, 2, 4),
-        64: (4, True, 2, 4),
-        128: (8, False, 8, 4),
-        256: (8, False, 8, 4),
-    }
-    every = (256, 128, 64, 32, 16)
+    # width -> (fragment tiles, mma.sync, warps, stages)
+    tiles = {16: (4, True, 1, 4), 32: (4, True, 1, 4), 64: (8, False, 8, 3), 128: (8, False, 4, 4)}
+    tiles |= {256: (8, False, 8, 4)}
     trials = [
-        (512, every, narrow),
-        (512, every, narrow | {16: (8, True, 2, 6), 32: (8, True, 2, 6)}),
-        (512, every, narrow | {16: (4, True, 1, 4), 32: (4, True, 1, 4)}),
-        (512, every, narrow | {16: (4, True, 2, 5), 32: (4, True, 2, 5)}),
-        (512, (128, 64, 32), narrow),
-        (2048, every, narrow),
-        (2048, every, narrow | {64: (8, False, 8, 5)}),
-        (2048, every, narrow | {64: (4, True, 2, 3)}),
-        (2048, every, narrow | {64: (8, False, 8, 3)}),
-        (2048, (128, 64, 32, 16), narrow | {64: (4, False, 4, 4), 128: (4, False, 4, 4)}),
-        (1024, every, narrow),
-        (1024, every, narrow | {32: (8, True, 2, 3), 64: (4, True, 2, 3)}),
-        (1024, every, narrow | {32: (4, True, 2, 4), 64: (2, True, 1, 4)}),
-        (8192, every, narrow),
-        (8192, (256, 128, 64, 32), narrow),
-        (8192, (256, 128, 64), narrow),
-        (8192, (256, 128, 64, 32), narrow | {256: (8, False, 8, 3)}),
-        (8192, (256, 128, 64, 32), narrow | {128: (4, False, 4, 4)}),
-        (256, (64, 32, 16), narrow),
-        (64, (64, 32, 16), narrow),
-        (10, (64, 32, 16), narrow),
+        (2048, (256, 128, 64, 32, 16), tiles | {128: (4, False, 4, 4)}),
+        (2048, (256, 128, 64, 32, 16), tiles | {64: (4, False, 4, 4)}),
+        (2048, (64, 32, 16), tiles),
+        (8192, (256, 128, 64, 32), tiles),
     ]
-    for tokens, widths, tiles in trials:
+    for tokens, widths, trial in trials:
         if time.monotonic() - begin > seconds:
             break
         experts_nvfp4.WIDTHS[90] = widths
-        experts_nvfp4.tile_of = lambda width, arch, tiles=tiles: experts_nvfp4.Tile(*tiles[width])
+        experts_nvfp4.tile_of = lambda width, arch, trial=trial: experts_nvfp4.Tile(*trial[width])
         try:
-            rows.append(measure(tokens, experts, " ".join(f"{w}:{tiles[w]}" for w in widths), 3))
+            rows.append(measure(triton_run, tokens, experts, " ".join(f"{w}:{trial[w]}" for w in widths), 3))
         except Exception as error:  # noqa: BLE001 - a tile that does not fit is a result too
-            print(f"failed: {widths} {tiles}: {str(error)[:200]}", flush=True)
+            print(f"failed: {widths} {trial}: {str(error)[:200]}", flush=True)
     experts_nvfp4.tile_of = chosen_tile
     experts_nvfp4.WIDTHS.update(chosen_widths)
     return rows
 
 
+RUNS: dict[str, Run] = {"cuda": cuda.experts.run, "triton": triton_run}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--tokens", type=int, nargs="*", default=[256, 512, 1024, 2048, 4096, 8192])
+    parser.add_argument("--provider", choices=RUNS, default="cuda")
+    parser.add_argument("--tokens", type=int, nargs="*", default=[1, 10, 64, 256, 512, 1024, 2048, 4096, 8192])
     parser.add_argument("--variants", action="store_true")
     parser.add_argument("--seconds", type=float, default=90.0, help="for the variants")
+    parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    error = check()
+    run = RUNS[options.provider]
+    error = check(run)
     experts = random_experts(EXPERTS)
     size = sum(getattr(experts, f.name).nbytes for f in fields(experts) if "words" in f.name or "scales" in f.name)
-    rows = [measure(tokens, experts, "chosen") for tokens in options.tokens]
+    rows = [measure(run, tokens, experts, options.provider) for tokens in options.tokens]
     if options.variants:
-        rows += try_variants(experts, options.seconds)
-    device = torch.cuda.get_device_name()
-    print(
-        json.dumps({"device": device, "torch": torch.__version__, "weights_bytes": size, "error": error, "rows": rows})
-    )
+        rows += (try_shapes if options.provider == "cuda" else try_tiles)(experts, options.seconds)
+    report = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "weights_bytes": size}
+    report |= {"error": error, "rows": rows}
+    if options.json is not None:
+        options.json.write_text(json.dumps(report, indent=1) + "\n", "utf-8")
+    print(json.dumps(report))
 
 
 if __name__ == "__main__":

@@ -58,6 +58,15 @@ class Provider:
 PROVIDERS = (
     Provider("cpu", "glm5ray.kernels.cpu", devices=("cpu",), pads=False),
     Provider(
+        "cuda",
+        "glm5ray.kernels.cuda.experts_nvfp4",
+        devices=("cuda",),
+        ops=("experts",),
+        nvfp4_ops=("experts",),
+        only_nvfp4_ops=("experts",),
+        captures=True,
+    ),
+    Provider(
         "triton",
         "glm5ray.kernels.triton_ops",
         devices=("cuda",),
