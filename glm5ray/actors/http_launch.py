@@ -43,8 +43,8 @@ def start_http(spec: HttpSpec, *, timeout_s: float = LISTEN_TIMEOUT_S) -> None:
         max_restarts=-1,
         max_task_retries=0,
         max_concurrency=4,
+        enable_task_events=False,
         scheduling_strategy=NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False),
-        runtime_env={"env_vars": {"CUDA_VISIBLE_DEVICES": ""}},
     )
     try:
         options.remote(spec)

@@ -149,6 +149,7 @@ def start_from_spec(
         num_gpus=0,
         max_restarts=_MAX_SCHEDULER_RESTARTS,
         max_task_retries=0,
+        enable_task_events=False,  # of many small calls a second: Ray's head would keep the last 100,000
     )
     actor = options.remote(spec)
     handle = SchedulerHandle(spec.engine, actor)

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
     from glm5ray.engine.client import EngineClient
 
-INTERVAL_S = 0.5
+INTERVAL_S = 1.0
 
 
 async def watch_state(

@@ -52,6 +52,12 @@ def health(url: str) -> int:
         return 0
 
 
+def num_running(engine: str) -> int:
+    from glm5ray.actors.handles import SchedulerHandle
+
+    return SchedulerHandle(engine).call("status").scheduler.num_running
+
+
 def sdk(url: str) -> openai.OpenAI:
     return openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=60)
 
@@ -90,7 +96,15 @@ def test_a_killed_server_comes_back_on_its_port_and_the_engine_stays():
     from glm5ray.actors.http_launch import start_http
     from glm5ray.actors.server_actor import HttpSpec
 
-    with served(make_spec("web")) as url, sdk(url) as client:
+    broken = []
+
+    def ask_for_long() -> None:
+        body = {"model": "nano", "prompt": [1, 2, 3], "max_tokens": 110, "ignore_eos": True}
+        with pytest.raises(httpx.TransportError) as caught:
+            httpx.post(f"{url}/v1/completions", json=body, timeout=60)
+        broken.append(caught.value)
+
+    with served(make_spec("web", engines.slow)) as url, sdk(url) as client:
         first = complete(client)
         assert first.usage is not None
         assert first.usage.completion_tokens == 4
@@ -100,7 +114,12 @@ def test_a_killed_server_comes_back_on_its_port_and_the_engine_stays():
             start_http(HttpSpec(engine="web", port=free_port()))
 
         pid, epoch = entry["http"]["pid"], entry["epoch"]
+        asking = threading.Thread(target=ask_for_long)
+        asking.start()
+        until(lambda: num_running("web"), "the request did not begin")
         os.kill(pid, signal.SIGKILL)
+        asking.join(10)
+        assert broken, "whoever waits is told at once: the connection breaks"
         until(lambda: health(url) == 200, "the server did not come back")
         assert complete(client).usage.completion_tokens == 4
         (entry,) = [one for one in cluster_status()["engines"] if one["engine"] == "web"]
@@ -139,6 +158,33 @@ def test_a_scheduler_that_dies_is_503_for_what_ran_and_comes_back(tmp_path: Path
         assert time.monotonic() - started_s < 30
         until(lambda: health(url) == 200, "the scheduler did not come back")
         assert complete(client, 20).usage.completion_tokens == 20
+
+
+@pytest.mark.slow
+def test_a_scheduler_that_freezes_is_not_healthy_and_nobody_waits_for_ever(tmp_path: Path):
+    answers = []
+
+    def ask() -> None:
+        body = {"model": "nano", "prompt": [1, 2, 3], "max_tokens": 110, "ignore_eos": True}
+        answers.append(httpx.post(f"{url}/v1/completions", json=body, timeout=60))
+
+    with served(make_spec("freezes", partial(engines.telling, str(tmp_path / "pid")))) as url, sdk(url) as client:
+        pid = int((tmp_path / "pid").read_text())
+        asking = threading.Thread(target=ask)
+        asking.start()
+        time.sleep(0.5)
+        os.kill(pid, signal.SIGSTOP)
+        try:
+            frozen_s = time.monotonic()
+            assert health(url) == 503
+            assert time.monotonic() - frozen_s < 5.0
+            asking.join(45)
+            assert answers[0].status_code == 503, answers[0].text
+            assert "does not answer" in answers[0].json()["error"]["message"]
+        finally:
+            os.kill(pid, signal.SIGCONT)
+        until(lambda: health(url) == 200, "it answers again")
+        assert complete(client).usage.completion_tokens == 4
 
 
 @pytest.mark.slow
