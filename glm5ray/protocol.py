@@ -24,7 +24,7 @@ from glm5ray.errors import RequestError
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 """Raised with every change of a message; peers of another version are refused."""
 
 MAX_SEED = 2**63 - 1
@@ -307,6 +307,12 @@ class StepInput:
     def total_tokens(self) -> int:
         return sum(self.num_tokens) + sum(part.total_tokens for part in self.parts)
 
+    @property
+    def is_decode(self) -> bool:
+        """Whether every slice is one token; false for a step without slices."""
+        num_slices = len(self.num_tokens) + sum(len(part.num_tokens) for part in self.parts)
+        return 0 < num_slices == self.total_tokens
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepOutput:
@@ -325,6 +331,8 @@ class StepOutput:
     failed: dict[int, str] = field(default_factory=dict)
     """seq_id -> what went wrong with this sequence alone (its token in ``token_ids`` means nothing)."""
     duration_s: float = 0.0
+    from_graph: bool = False
+    """Whether a CUDA graph computed it, or the fixed batch that emulates one."""
 
 
 def merge_outputs(outputs: list[StepOutput]) -> StepOutput:
@@ -342,6 +350,7 @@ def merge_outputs(outputs: list[StepOutput]) -> StepOutput:
         prompt_logprobs={seq_id: value for output in outputs for seq_id, value in output.prompt_logprobs.items()},
         failed={seq_id: message for output in outputs for seq_id, message in output.failed.items()},
         duration_s=max(output.duration_s for output in outputs),
+        from_graph=all(output.from_graph for output in outputs),
     )
 
 
@@ -398,7 +407,7 @@ def decode_step(data: bytes) -> StepInput:
 
 def encode_output(output: StepOutput) -> bytes:
     """The answer of rank 0, or of the first rank of a data-parallel group."""
-    rest = [output.logprobs, output.prompt_logprobs, output.failed, output.duration_s]
+    rest = [output.logprobs, output.prompt_logprobs, output.failed, output.duration_s, output.from_graph]
     head = [PROTOCOL_VERSION, output.epoch, output.step_id]
     return _pack([head, [_column(output.seq_ids), _column(output.token_ids)], rest])
 
@@ -407,7 +416,7 @@ def decode_output(data: bytes) -> StepOutput:
     """Raises ``ValueError`` for a message of another version."""
     (version, epoch, step_id), (seq_ids, token_ids), rest = msgpack.unpackb(data, strict_map_key=False)
     _check_version(version)
-    logprobs, prompt_logprobs, failed, duration_s = rest
+    logprobs, prompt_logprobs, failed, duration_s, from_graph = rest
     return StepOutput(
         epoch=epoch,
         step_id=step_id,
@@ -417,6 +426,7 @@ def decode_output(data: bytes) -> StepOutput:
         prompt_logprobs={s: tuple(_token_logprobs(v) for v in values) for s, values in prompt_logprobs.items()},
         failed=failed,
         duration_s=duration_s,
+        from_graph=from_graph,
     )
 
 

@@ -85,6 +85,11 @@ ROWS: dict[str, list[Panel]] = {
         Panel("Steps a second", "none", [(per_second("glm5ray:steps"), LEGEND)]),
         Panel("Tokens in a step", "none", [(ratio("glm5ray:tokens_scheduled", "glm5ray:steps"), LEGEND)]),
         Panel(
+            "Decode steps from CUDA graphs",
+            "percentunit",
+            [(ratio("glm5ray:graph_steps", "glm5ray:decode_steps"), LEGEND)],
+        ),
+        Panel(
             "Sequences",
             "none",
             [

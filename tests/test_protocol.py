@@ -82,6 +82,7 @@ outputs = st.builds(
     prompt_logprobs=st.dictionaries(ids, st.lists(logprobs, max_size=2).map(tuple), max_size=2),
     failed=st.dictionaries(ids, st.text(max_size=8), max_size=2),
     duration_s=floats,
+    from_graph=st.booleans(),
 )
 requests = st.builds(
     GenerateRequest,

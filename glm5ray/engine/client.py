@@ -45,6 +45,10 @@ class EngineStatus:
     num_restarts: int
     steps_per_second: float
     """Mean of the last ten seconds."""
+    num_decode_steps: int
+    """Steps in which every sequence had one token."""
+    num_graph_steps: int
+    """Of these, the ones that a CUDA graph computed."""
     scheduler: SchedulerStats
 
 

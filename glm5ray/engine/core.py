@@ -86,6 +86,10 @@ class EngineCore:
         self.is_recovering = False
         self.last_failure = ""
         """What the workers died of most recently; empty if they never did."""
+        self.num_decode_steps = 0
+        """Steps in which every sequence had one token."""
+        self.num_graph_steps = 0
+        """Of these, the ones that a CUDA graph computed."""
         self._overlap = overlap
         self._running: deque[_Running] = deque()
         self._events: list[TokenEvent] = []
@@ -141,6 +145,8 @@ class EngineCore:
             output = oldest.pending.result()
             self._running.popleft()
             self._num_restarts_in_a_row = self._num_quarantined_in_a_row = 0
+            self.num_decode_steps += oldest.step.is_decode
+            self.num_graph_steps += output.from_graph
             self._events += self.scheduler.update(oldest.step, output)
 
     def _recover(self, cause: WorkerDied) -> None:

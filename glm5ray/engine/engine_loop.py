@@ -157,6 +157,8 @@ class EngineLoop:
             seconds_since_step=age,
             num_restarts=core.num_restarts if core is not None else 0,
             steps_per_second=self._step_rate.per_second(time.monotonic()),
+            num_decode_steps=core.num_decode_steps if core is not None else 0,
+            num_graph_steps=core.num_graph_steps if core is not None else 0,
             scheduler=self._stats,
         )
 

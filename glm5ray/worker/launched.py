@@ -41,6 +41,8 @@ class LaunchedStep:
     scores: list[tuple[int, Scores]] = field(default_factory=list)
     """(seq_id, log-probabilities of its new token), where they were asked for."""
     prompt_scores: list[tuple[int, list[Scores]]] = field(default_factory=list)
+    from_graph: bool = False
+    """Whether the runner's fixed batches computed it."""
 
     @property
     def is_done(self) -> bool:
@@ -66,6 +68,7 @@ class LaunchedStep:
             prompt_logprobs=prompt_logprobs,
             failed=failed,
             duration_s=time.perf_counter() - self.started_s,
+            from_graph=self.from_graph,
         )
 
     def _failures(self) -> dict[int, str]:

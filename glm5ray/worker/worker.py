@@ -195,6 +195,7 @@ class Worker:
         assert self.runner is not None
         sequences = decode.sequences
         done = self.runner.run(decode, self._sampler.kind(sequences))
+        launched.from_graph = True
         launched.slices = [(sequence.seq_id, 1) for sequence in sequences]
         launched.hidden_is_finite_T, launched.logits_are_finite_L = launched.read.add(done.is_finite_2L)
         if done.token_ids_L is None:

@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
+from glm5ray.engine.core import EngineCore
 from glm5ray.engine.executor import InProcessExecutor
 from glm5ray.engine.llm import LLM
 from glm5ray.engine.results import RequestResult
 from glm5ray.errors import ConfigError
-from glm5ray.protocol import NewSequence, SamplingParams, StepInput
+from glm5ray.protocol import GenerateRequest, NewSequence, SamplingParams, StepInput
 from glm5ray.worker.runner import batch_sizes, visible_bounds
 from glm5ray.worker.worker import Worker
 from tests.engine.conftest import settings, settle
@@ -186,3 +187,19 @@ def test_what_cannot_be_is_refused(tiny_folder: Path, choice: object, kernels: d
 def test_auto_on_a_cpu_is_eager(tiny_folder: Path) -> None:
     config = settings(model={"path": str(tiny_folder), "device": "cpu"}, runner={"cuda_graphs": "auto"})
     assert Worker.load(config).runner is None
+
+
+def test_the_engine_counts_what_came_from_graphs(tiny_folder: Path) -> None:
+    """Five sequences are too many for a batch of four until one has ended."""
+    worker, config = load(tiny_folder, emulate=True), settings()
+    core = EngineCore(InProcessExecutor(lambda: worker, threaded=False), config.scheduler, config.cache, overlap=False)
+    for i, prompt in enumerate(prompts(5)):
+        params = SamplingParams(temperature=0.0, max_tokens=10 if i else 4, ignore_eos=True)
+        core.add(GenerateRequest(request_id=str(i), prompt_token_ids=tuple(prompt), sampling=params))
+    while core.has_work:
+        core.step()
+    core.shutdown()
+    runner = worker.runner
+    assert runner is not None
+    assert core.num_graph_steps == runner.num_fixed_steps > 0
+    assert 0 < core.num_decode_steps - core.num_graph_steps < runner.num_eager_steps, "prompts are no decode steps"
