@@ -56,6 +56,8 @@ class ForwardBatch:
     bound), but what is decided by it (select or attend to all; how often to split) is the same for all layers."""
     logits_rows_L: Tensor
     """int64, rows of T whose logits are wanted."""
+    has_padding: bool = False
+    """Host: some rows may be padded."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -261,7 +263,9 @@ class Experts(Protocol):
         ...
 
     def run(self, x_TM: Tensor, ids_TA: Tensor, weights_TA: Tensor, experts: Any) -> Tensor:
-        """[T, M]: ``sum_a weights[t, a] * down(silu(gate(x)) * up(x))`` over the assignments to this rank's experts."""
+        """[T, M]: ``sum_a weights[t, a] * down(silu(gate(x)) * up(x))`` over the assignments to this rank's experts.
+
+        ids_TA: int64, numbers of the model's experts; -1 is nobody's, as padded rows have it."""
         ...
 
 

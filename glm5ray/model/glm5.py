@@ -55,6 +55,8 @@ class Step:
     select_plan: Any | None
     """``None``: every context fits index_topk, so every token attends to all it may see."""
     attention_plan: Any
+    padded_T1: Tensor | None
+    """bool; ``None``: no row is padded."""
 
 
 class Indexer(nn.Module):
@@ -279,10 +281,14 @@ class MoE(nn.Module):
         self.dummy_ids_TA: Tensor | None = None
         """Experts of each row of a step in place of those chosen (:func:`glm5ray.model.dummy.route_uniformly`)."""
 
-    def forward(self, x_TM: Tensor) -> Tensor:
+    def forward(self, x_TM: Tensor, padded_T1: Tensor | None = None) -> Tensor:
+        """padded_T1: rows that need no experts, so that no weights are read for their sake."""
         if self.parallel.ep_size > 1:
             return self._forward_across_ranks(x_TM)
-        out_TM = self.experts(x_TM, *self._route(x_TM))
+        ids_TA, weights_TA = self._route(x_TM)
+        if padded_T1 is not None:
+            ids_TA = ids_TA.masked_fill(padded_T1, -1)
+        out_TM = self.experts(x_TM, ids_TA, weights_TA)
         if self.shared_experts is not None:  # both are parts over the same ranks: one sum
             out_TM.add_(self.shared_experts(x_TM))
         return self.parallel.all_reduce(out_TM)
@@ -334,7 +340,8 @@ class DecoderLayer(nn.Module):
         update_TM, selected_TK = self.self_attn(x_TM, step, rows_NL, keys_NI, selected_TK)
         norm = self.post_attention_layernorm
         x_TM = self.kernels.add_rms_norm(residual_TM, update_TM, norm.weight, norm.eps)
-        return self.mlp(x_TM), selected_TK
+        update_TM = self.mlp(x_TM, step.padded_T1) if isinstance(self.mlp, MoE) else self.mlp(x_TM)
+        return update_TM, selected_TK
 
 
 class SharedHead(nn.Module):
@@ -478,4 +485,5 @@ class Glm5(nn.Module):
             rope_TR,
             self.kernels.select_tokens.plan(batch, topk),
             self.kernels.mla_attention.plan(batch, topk),
+            batch.positions_T[:, None] < 0 if batch.has_padding else None,
         )

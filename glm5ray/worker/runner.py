@@ -172,6 +172,7 @@ class DecodeRunner:
             page_size=self._mirror.page_size,
             max_visible=bound,
             logits_rows_L=torch.arange(size, device=self._results.device),
+            has_padding=size > 1,
         )
         hidden_BM = self._model.forward_hidden(batch, self._cache)
         logits_BV = self._model.compute_logits(hidden_BM)

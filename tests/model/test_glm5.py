@@ -12,6 +12,7 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from glm5ray.model.glm5 import MoE
 from tests.hf_reference import INDEX_SHARE, SelectionGaps, hf_model, our_model, to_dtype
 from tests.model.paged_run import PagedRun
 
@@ -157,3 +158,16 @@ def test_bf16_with_choices(name: str) -> None:
     ours, theirs = bf16_errors(MODELS[name], range(8))
     assert ours.mean() <= 1.25 * theirs.mean()
     assert ours.median() <= 1.25 * theirs.median()
+
+
+def test_padded_rows_read_no_experts() -> None:
+    """... so that no weights are read for their sake; what they get is the shared experts' part alone."""
+    _, ours = models("many-experts")
+    moe = next(module for module in ours.modules() if isinstance(module, MoE))
+    x = torch.randn(6, ours.config.hidden_size, generator=torch.Generator().manual_seed(0))
+    padded = torch.tensor([False, True, False, False, True, True])
+    with torch.inference_mode():
+        result, full, shared = moe(x, padded[:, None]), moe(x), moe.shared_experts(x)
+    torch.testing.assert_close(result[~padded], full[~padded])
+    torch.testing.assert_close(result[padded], shared[padded])
+    assert (full - shared).abs().max() > 1e-3
