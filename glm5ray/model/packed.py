@@ -1,4 +1,4 @@
-"""Routed experts as they lie in NVFP4 files: which parameters they are, and how pieces of files become them.
+"""Routed experts as they lie in NVFP4 files: which parameters they are, and where pieces of files belong in them.
 
 The four-bit codes and group scales are copied as they are; compressed-tensors' global scale, which divides, becomes
 its inverse."""
@@ -79,21 +79,27 @@ def require_nvfp4(weight: StoredWeight) -> None:
         )
 
 
-def fill(weight: StoredWeight, place: Placement, parts: Mapping[str, Tensor], parameters: dict[str, Tensor]) -> None:
-    """Copies one expert's matrix to its place, with nothing computed but the global scale's inverse."""
+def places(weight: StoredWeight, place: Placement, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """``{suffix: where it belongs}`` of an expert's codes and scales, which are kept as they are stored."""
     name, expert = weight.spec.parameter, place.expert_index
     assert expert is not None, f"{weight.spec.name} is no expert's"
     if place.columns is not None and place.columns.start % GROUP:
         raise ConfigError(f"{weight.spec.name} is split at column {place.columns.start}, inside a group of {GROUP}")
-    codes = parts["weight"] if weight.format is NVFP4 else parts["weight_packed"]
     rows = slice(place.row_offset, place.row_offset + len(place.rows))
-    parameters[f"{name}_packed"][expert, rows].copy_(codes)
-    # copied as bytes: not every device copies this type
-    scales = parameters[f"{name}_scales"].view(torch.uint8)
-    scales[expert, rows].copy_(parts["weight_scale"].view(torch.uint8))
+    codes = "weight" if weight.format is NVFP4 else "weight_packed"
+    return {
+        codes: parameters[f"{name}_packed"][expert, rows],
+        "weight_scale": parameters[f"{name}_scales"][expert, rows],
+    }
+
+
+def put_global(
+    weight: StoredWeight, place: Placement, parts: Mapping[str, Tensor], parameters: Mapping[str, Tensor]
+) -> None:
+    """The global scale of an expert's matrix, or its inverse if that is what the files hold."""
     if weight.format is NVFP4:
-        factor = parts["weight_scale_2"].float().reshape(())
+        factor = float(parts["weight_scale_2"].float())
     else:
-        factor = 1.0 / parts["weight_global_scale"].float().reshape(())
-    target = parameters[f"{name}_global"][expert]
-    (target if target.ndim == 0 else target[int(place.row_offset > 0)]).copy_(factor)
+        factor = float(1.0 / parts["weight_global_scale"].float())
+    target = parameters[f"{weight.spec.parameter}_global"][place.expert_index]
+    (target if target.ndim == 0 else target[weight.spec.half or 0]).fill_(factor)

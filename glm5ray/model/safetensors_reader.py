@@ -1,5 +1,4 @@
-"""Checkpoint folders of safetensors files: what is in them, from their headers alone, and pieces of tensors from
-memory maps.
+"""Checkpoint folders of safetensors files: what is in them, from their headers alone, and pieces of their tensors.
 
 A file begins with eight bytes, the length of a JSON header that gives each tensor's type, shape and place; the bytes
 of the tensors follow. All of a header is checked before any tensor is touched, so that a damaged or truncated file is
@@ -15,6 +14,7 @@ import mmap
 import os
 import warnings
 from dataclasses import dataclass
+from threading import Lock
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
@@ -24,6 +24,7 @@ from glm5ray.model_config import is_there, read_json, unique_keys
 from glm5ray.quantization.formats import DTYPE_BYTES
 
 if TYPE_CHECKING:
+    from io import FileIO
     from pathlib import Path
 
     from torch import Tensor
@@ -136,7 +137,7 @@ def _check_layout(path: Path, entries: dict[str, TensorEntry], data_start: int, 
 
 
 class CheckpointFiles:
-    """The tensors of a checkpoint folder. :meth:`read` maps files as they are needed."""
+    """The tensors of a checkpoint folder; files are opened as they are needed."""
 
     def __init__(self, folder: Path, entries: dict[str, TensorEntry], files: list[Path]) -> None:
         self.folder = folder
@@ -144,6 +145,8 @@ class CheckpointFiles:
         self.files = files
         self.bytes_read = 0
         """Bytes of tensors handed out so far."""
+        self._lock = Lock()
+        self._handles: dict[Path, FileIO] = {}
         self._maps: dict[Path, tuple[mmap.mmap, Tensor]] = {}
 
     @classmethod
@@ -170,39 +173,83 @@ class CheckpointFiles:
             _check_index(index, weight_map, entries)
         return cls(folder, entries, files)
 
-    def read(self, entry: TensorEntry, rows: range | None = None, columns: range | None = None) -> Tensor:
-        """A piece of a tensor as a view of the file, on the CPU; other bytes are not touched. Not to be written to."""
-        base = self._map(entry.file)[1]
-        raw = base[entry.start : entry.start + entry.num_bytes]
+    def __enter__(self) -> CheckpointFiles:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for handle in self._handles.values():
+            handle.close()
+        self._handles.clear()
+
+    @staticmethod
+    def dtype(entry: TensorEntry) -> torch.dtype:
+        return _TORCH_DTYPES[entry.dtype]
+
+    @staticmethod
+    def piece_shape(entry: TensorEntry, rows: range | None, columns: range | None) -> torch.Size:
+        """Of ``rows`` and ``columns`` of a tensor; ``None`` stands for all."""
+        shape = list(entry.shape)
+        for i, part in enumerate((rows, columns)):
+            if part is not None:
+                shape[i] = len(part)
+        return torch.Size(shape)
+
+    def read_into(self, entry: TensorEntry, rows: range | None, columns: range | None, target: Tensor) -> None:
+        """Copies a piece of a tensor to ``target``, which is contiguous, on the CPU and of its type and shape; other
+        bytes are not handed out. Several threads may read at once. Raises :class:`CheckpointError`."""
+        raw = target.view(-1).view(torch.uint8)
+        if columns is not None and len(columns) < entry.shape[1]:
+            # columns of a row are few bytes: a call for each would cost more than the pages in between
+            piece = self._view(entry)[rows.start : rows.stop] if rows is not None else self._view(entry)
+            target.view(torch.uint8).copy_(piece[:, columns.start : columns.stop].view(torch.uint8))
+        else:
+            row_bytes = entry.num_bytes // max(entry.shape[0], 1) if entry.shape else 0
+            start = entry.start + (rows.start * row_bytes if rows is not None else 0)
+            self._read_at(entry.file, start, memoryview(raw.numpy()))
+        with self._lock:
+            self.bytes_read += len(raw)
+
+    def _read_at(self, file: Path, start: int, out: memoryview) -> None:
+        try:
+            with self._lock:
+                if file not in self._handles:
+                    self._handles[file] = file.open("rb", buffering=0)
+            handle = self._handles[file].fileno()
+            while len(out):
+                count = os.preadv(handle, [out], start)
+                if not count:
+                    raise CheckpointError(f"{file} was cut short while it was read")
+                out, start = out[count:], start + count
+        except OSError as error:
+            raise CheckpointError(f"{file} cannot be read: {error}") from error
+
+    def _view(self, entry: TensorEntry) -> Tensor:
+        """The tensor in the map of its file. Not to be written to."""
+        raw = self._map(entry.file)[entry.start : entry.start + entry.num_bytes]
         dtype = _TORCH_DTYPES[entry.dtype]
         if entry.start % dtype.itemsize:
             raw = raw.clone()
-        tensor = raw.view(dtype).reshape(entry.shape)
-        if rows is not None:
-            tensor = tensor[rows.start : rows.stop]
-        if columns is not None:
-            tensor = tensor[:, columns.start : columns.stop]
-        self.bytes_read += tensor.numel() * tensor.itemsize
-        return tensor
+        return raw.view(dtype).view(entry.shape)
 
     def release(self, file: Path) -> None:
         """Lets the system drop the file's pages from this process; they come back if it is read again."""
         if file in self._maps and hasattr(mmap, "MADV_DONTNEED"):
             self._maps[file][0].madvise(mmap.MADV_DONTNEED)
 
-    def _map(self, file: Path) -> tuple[mmap.mmap, Tensor]:
-        if file not in self._maps:
-            try:
-                with file.open("rb") as handle:
-                    mapped = mmap.mmap(handle.fileno(), 0, access=mmap.ACCESS_READ)
-            except (OSError, ValueError) as error:
-                raise CheckpointError(f"{file} cannot be mapped: {error}") from error
-            with warnings.catch_warnings():
-                # torch warns of memory that it may not write to. A private, writable map would count as memory that
-                # is used: one of more than the machine has is refused.
-                warnings.simplefilter("ignore", UserWarning)
-                self._maps[file] = mapped, torch.frombuffer(mapped, dtype=torch.uint8)
-        return self._maps[file]
+    def _map(self, file: Path) -> Tensor:
+        with self._lock:
+            if file not in self._maps:
+                try:
+                    with file.open("rb") as handle:
+                        mapped = mmap.mmap(handle.fileno(), 0, access=mmap.ACCESS_READ)
+                except (OSError, ValueError) as error:
+                    raise CheckpointError(f"{file} cannot be mapped: {error}") from error
+                with warnings.catch_warnings():
+                    # torch warns of memory that it may not write to. A private, writable map would count as memory that
+                    # is used: one of more than the machine has is refused.
+                    warnings.simplefilter("ignore", UserWarning)
+                    self._maps[file] = mapped, torch.frombuffer(mapped, dtype=torch.uint8)
+            return self._maps[file][1]
 
 
 def _read_index(path: Path) -> dict[str, str]:

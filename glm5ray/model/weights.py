@@ -2,8 +2,8 @@
 parameter filled once.
 
 Everything is checked from the headers before the first weight is read, then the weights are read in the order in
-which they lie in the files, each rank's piece alone, dequantised one at a time into parameters that are allocated
-beforehand.
+which they lie in the files, each rank's piece alone, into parameters that are allocated beforehand
+(:mod:`glm5ray.model.streaming`).
 
 What is checked: names, types and shapes of all tensors; of the values read, that scales are finite and not negative,
 and that vectors (norms, biases) are finite. The values of matrices are not looked at.
@@ -21,7 +21,7 @@ from glm5ray.model import packed
 from glm5ray.model.matching import match_weights
 from glm5ray.model.name_table import ShardSpec, check_shard, place_weight
 from glm5ray.model.safetensors_reader import CheckpointFiles
-from glm5ray.quantization.dequantize import dequantize, find_bad_scale
+from glm5ray.model.streaming import cut, stream_weights
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from glm5ray.model.matching import StoredWeight
-    from glm5ray.model.name_table import Placement
     from glm5ray.model_config import ModelConfig
 
 __all__ = ["ShardSpec", "load_shard"]
@@ -55,7 +54,7 @@ def load_shard(
     (gate rows first) and ``mlp.experts.down_proj [E_local, H, I_local]``. Quantised weights are dequantised to
     ``dtype``; router and index head weights are float32. MTP layers, at ``model.layers.{num_hidden_layers}``, are
     read only ``with_mtp``. ``packed_experts`` stay in NVFP4, as three tensors for each stack
-    (:mod:`glm5ray.model.packed`). Beside the parameters themselves, memory holds one weight at a time. ``progress(done,
+    (:mod:`glm5ray.model.packed`). Beside the parameters themselves, memory holds a few buffers. ``progress(done,
     total)`` is called with bytes of the files, of this rank's part.
 
     Raises :class:`CheckpointError` for what is wrong with the files and :class:`ConfigError` for a shard that the
@@ -77,40 +76,18 @@ def load_shard(
         elif weight.spec.parameter not in parameters:
             kind = torch.float32 if weight.spec.keep_float32 else dtype
             parameters[weight.spec.parameter] = torch.empty(place.parameter_shape, dtype=kind, device=device)
-    total = sum(weight.bytes_to_read(place) for weight, place in placed)
     in_file_order = sorted(placed, key=lambda pair: (pair[0].first.file, pair[0].first.start))
-    for i, (weight, place) in enumerate(in_file_order):
-        _fill(files, weight, place, parameters)
-        if i + 1 == len(in_file_order) or in_file_order[i + 1][0].first.file != weight.first.file:
-            files.release(weight.first.file)
-        if progress is not None:
-            progress(files.bytes_read, total)
+    total = sum(piece.num_bytes for weight, place in in_file_order for piece in cut(weight, place))
+    done, file = 0, None
+    with files:
+        for group in stream_weights(files, in_file_order, parameters):
+            done += group.num_bytes
+            if file is not None and file != group.pieces[-1].weight.first.file:
+                files.release(file)
+            file = group.pieces[-1].weight.first.file
+            if progress is not None:
+                progress(done, total)
     return parameters
-
-
-def _fill(files: CheckpointFiles, weight: StoredWeight, place: Placement, parameters: dict[str, Tensor]) -> None:
-    """Reads, dequantises and copies one weight's piece to its place."""
-    form, first = weight.format, weight.first
-    parts = {suffix: files.read(entry, rows, columns) for suffix, entry, rows, columns in weight.pieces(place)}
-    fault = find_bad_scale(parts)
-    if fault is not None:
-        entry = weight.parts[fault[0]]
-        raise CheckpointError(f"{entry.file}: {entry.name} {fault[1]}")
-    if len(first.shape) == 1 and not bool(torch.isfinite(parts["weight"]).all()):
-        raise CheckpointError(f"{first.file}: {first.name} holds NaN or infinity")
-    if weight.spec.parameter not in parameters:
-        packed.fill(weight, place, parts, parameters)
-        return
-    parameter = parameters[weight.spec.parameter]
-    values = dequantize(form, parts, parameter.dtype)
-    # Whole blocks were read; the piece may begin inside one.
-    row_skip = place.rows.start % form.block[0]
-    values = values[row_skip : row_skip + len(place.rows)]
-    if place.columns is not None:
-        column_skip = place.columns.start % form.block[1]
-        values = values[:, column_skip : column_skip + len(place.columns)]
-    target = parameter if place.expert_index is None else parameter[place.expert_index]
-    target[place.row_offset : place.row_offset + len(place.rows)].copy_(values)
 
 
 def _warn_of_coarse_router(weights: list[StoredWeight]) -> None:
