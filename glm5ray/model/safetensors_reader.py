@@ -205,7 +205,7 @@ class CheckpointFiles:
         else:
             row_bytes = entry.num_bytes // max(entry.shape[0], 1) if entry.shape else 0
             start = entry.start + (rows.start * row_bytes if rows is not None else 0)
-            self._read_at(entry.file, start, memoryview(raw.numpy()))
+            self._read_at(entry.file, start, raw.numpy().data)
         with self._lock:
             self.bytes_read += len(raw)
 
