@@ -99,7 +99,8 @@ class CacheSection:
     page_size: int = 64
     """Tokens per page."""
     num_pages: int | Auto = "auto"
-    """auto: as many as memory_fraction of the device (cpu_memory_gib on a CPU) leaves after the weights."""
+    """auto: as many as memory_fraction of the device leaves beside weights and what a step needs; on a CPU as many as
+    cpu_memory_gib holds."""
     kv_dtype: Literal["auto", "fp8"] = "auto"
     """auto: the model's type; fp8: latents and index keys in e4m3 with scales, 656 and 132 bytes a token and layer for
     GLM-5 where bfloat16 takes 1,152 and 256."""

@@ -63,6 +63,9 @@ class EngineUnavailable(Glm5RayError):
     """No engine answers now: it starts, restarts, has failed or has ended. Asking again later may help, unless it has
     failed; a server answers with HTTP status 503."""
 
+    code = "engine_unavailable"
+    """For errors of this kind that travel as data."""
+
 
 def nearest(name: str, known: Iterable[str]) -> str:
     """A hint like ``; did you mean 'page_size'?`` for an unknown ``name``, or nothing if no known one is near."""

@@ -256,6 +256,7 @@ def test_check(glm5ray: Any, tiny: Path) -> None:
     assert shown.status == 0, shown.err
     assert "page_size: 16" in shown.out
     assert "pages of 16 tokens" in shown.out
+    assert re.search(r"memory of one rank +GiB\n.*weights: routed experts +0\.\d{3}\n", shown.out, re.DOTALL)
     report = glm5ray("check", "--model", tiny, "--config", "cpu-nano", "--json").last_json
     assert report["config"]["scheduler"] == load_config("cpu-nano").to_dict()["scheduler"]
     assert report["memory"]["num_pages"] > 0
@@ -268,7 +269,8 @@ def test_check_plans_for_hardware_that_is_not_here(glm5ray: Any, tiny: Path, pre
         "check", "--model", tiny, "--config", preset, "--set", "parallel.tp_size=2", "--memory-gib", 96, "--json"
     )
     assert shown.status == 0, shown.err
-    assert shown.last_json["memory"]["kv_bytes"] < 96 * 2**30
+    memory = shown.last_json["memory"]
+    assert memory["kv_bytes"] < sum(memory["lines"].values()) <= memory["usable_bytes"] < 96 * 2**30
 
 
 @pytest.mark.parametrize(

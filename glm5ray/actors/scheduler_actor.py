@@ -193,7 +193,7 @@ class SchedulerActor:
         except RequestError as error:
             self._mail.deliver(_refusal(request, error.message, error.code or "invalid_request"))
         except EngineUnavailable as error:
-            self._mail.deliver(_refusal(request, str(error), "engine_unavailable"))
+            self._mail.deliver(_refusal(request, str(error), error.code))
 
     def _abort(self, request_id: str, index: int | None = None, reason: FinishReason = FinishReason.ABORT) -> None:
         try:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -45,14 +44,16 @@ def check_command(
     rows += [(entry["op"], entry["provider"], entry["why"]) for entry in report["kernels"]]
     typer.echo(table(rows))
     memory = report["memory"]
-    rows = [("memory of one rank", "size")]
-    rows += [(part, size(num_bytes)) for part, num_bytes in memory["weights_bytes"].items()]
-    rows += [("pages of KV cache", size(memory["kv_bytes"]))]
+    rows = [("memory of one rank", "GiB")]
+    rows += [(name, f"{num_bytes / 2**30:10.3f}") for name, num_bytes in memory["lines"].items()]
+    rows += [("all", f"{sum(memory['lines'].values()) / 2**30:10.3f}")]
     typer.echo(table(rows))
     typer.echo(
         f"{memory['num_pages']} pages of {memory['page_size']} tokens, {size(memory['kv_bytes_per_token'])} a token; "
         f"sequences of up to {memory['max_model_len']} tokens"
     )
+    if memory["usable_bytes"] is not None:
+        typer.echo(f"planned for {size(memory['usable_bytes'])} that a rank may use (cache.memory_fraction)")
 
 
 def _report(settings: EngineConfig, memory_gib: float | None) -> dict[str, Any]:
@@ -61,7 +62,6 @@ def _report(settings: EngineConfig, memory_gib: float | None) -> dict[str, Any]:
     from glm5ray.errors import ConfigError
     from glm5ray.kernels.select import kernel_table
     from glm5ray.model.checkpoint_folder import resolve_checkpoint
-    from glm5ray.model.load_plan import plan_weights
     from glm5ray.model.name_table import ShardSpec
     from glm5ray.model.packed import packs_experts
     from glm5ray.model_config import ModelConfig
@@ -77,21 +77,17 @@ def _report(settings: EngineConfig, memory_gib: float | None) -> dict[str, Any]:
     dtype = str(pick_dtype(settings.model.dtype, model, device)).removeprefix("torch.")
     shard = ShardSpec(tp_size=settings.parallel.tp_size, ep_size=settings.parallel.ep_size)
     packed = packs_experts(settings.model.weights, model, device, dtype)
-    weights = plan_weights(model, shard, dtype=dtype, packed_experts=packed)
     nvfp4_ops = frozenset({"experts"} if packed else ())
     return {
         "config": settings.to_dict(),
         "device": device,
         "dtype": dtype,
         "kernels": [entry._asdict() for entry in kernel_table(settings.kernels, device, nvfp4_ops)],
-        "memory": {
-            "weights_bytes": {str(part): num_bytes for part, num_bytes in weights.bytes_by_part.items()},
-            **_pages(settings, model, shard, device, dtype, memory_gib, packed),
-        },
+        "memory": _memory(settings, model, shard, device, dtype, memory_gib, packed),
     }
 
 
-def _pages(
+def _memory(
     settings: EngineConfig,
     model: ModelConfig,
     shard: ShardSpec,
@@ -99,34 +95,24 @@ def _pages(
     dtype: str,
     memory_gib: float | None,
     packed_experts: bool,
-) -> dict[str, int]:
-    """The pages that the worker would allocate. On a GPU they share its memory with the weights."""
-    import torch
+) -> dict[str, Any]:
+    """What a worker would plan."""
+    from glm5ray.worker.memory import capacity_of, plan_rank, usable_bytes
 
-    from glm5ray.model.load_plan import kv_bytes_per_token, plan_memory
-    from glm5ray.worker.worker import plan_capacity
-
-    cache = settings.cache
-    row: Any = "bfloat16" if dtype == "float16" else dtype
-    latent, index = ("fp8_ds", "fp8") if cache.kv_dtype == "fp8" else (row, row)
-    if device == "cuda" and cache.num_pages == "auto":
-        total = memory_gib * 2**30 if memory_gib is not None else torch.cuda.mem_get_info()[1]
-        plan = plan_memory(
-            model,
-            shard,
-            memory_bytes=int(total * cache.memory_fraction),
-            page_size=cache.page_size,
-            dtype=dtype,
-            latent=latent,
-            index=index,
-            packed_experts=packed_experts,
-        )
-        cache = replace(cache, num_pages=plan.num_pages)
-    capacity = plan_capacity(model, cache, settings.scheduler, getattr(torch, dtype), device)
-    per_token = kv_bytes_per_token(model, latent=latent, index=index)
+    if memory_gib is None:
+        usable = usable_bytes(settings, device)
+    else:
+        usable = int(memory_gib * 2**30 * settings.cache.memory_fraction / settings.parallel.ranks_per_gpu)
+    plan = plan_rank(
+        settings, model, shard, device=device, dtype=dtype, packed_experts=packed_experts, memory_bytes=usable
+    )
+    capacity = capacity_of(plan, model, settings.scheduler)
     return {
-        "kv_bytes": capacity.num_pages * capacity.page_size * per_token,
-        "kv_bytes_per_token": per_token,
+        "lines": dict(plan.lines()),
+        "usable_bytes": usable if device == "cuda" else None,
+        "weights_bytes": {str(part): num_bytes for part, num_bytes in plan.weights.bytes_by_part.items()},
+        "kv_bytes": plan.kv_bytes,
+        "kv_bytes_per_token": plan.kv_bytes_per_token,
         "num_pages": capacity.num_pages,
         "page_size": capacity.page_size,
         "max_model_len": capacity.max_model_len,

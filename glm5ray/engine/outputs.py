@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple
 
 from glm5ray.engine.results import Choice, RequestFailure, RequestResult, TextDelta
-from glm5ray.errors import RequestError
+from glm5ray.errors import EngineUnavailable, RequestError
 from glm5ray.protocol import FinishReason
 from glm5ray.tokenizer import Detokenizer
 
@@ -119,6 +119,7 @@ class RequestOutput:
 
     def _failure(self, event: TokenEvent) -> RequestFailure:
         message = f"the request failed: {event.error or 'unknown error'}"
+        status = 503 if event.error_code == EngineUnavailable.code else 500
         return RequestFailure(
-            request_id=self.request.request_id, error=RequestError(message, code=event.error_code, status=500)
+            request_id=self.request.request_id, error=RequestError(message, code=event.error_code, status=status)
         )

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple, NoReturn, Protocol
 
 from glm5ray.engine.results import RequestFailure, RequestResult
-from glm5ray.errors import RequestError, WorkerDied, nearest
+from glm5ray.errors import EngineUnavailable, RequestError, WorkerDied, nearest
 from glm5ray.jobs.lines import LineWriter, read_lines, recover
 from glm5ray.jobs.paths import check_paths, empty_file, open_input
 from glm5ray.openai_api.body import cut, found, shown
@@ -169,7 +169,7 @@ def _is_answered(record: dict[str, Any]) -> bool:
 def _is_final(record: dict[str, Any]) -> bool:
     """A line that failed with the engine, not by itself, is run again."""
     error = record["error"]
-    return not isinstance(error, dict) or error.get("code") != "engine_failed"
+    return not isinstance(error, dict) or error.get("code") not in ("engine_failed", EngineUnavailable.code)
 
 
 class _LineError(Exception):

@@ -4,14 +4,13 @@
     index="fp8", ...) plan.num_tokens
 
 All ranks of a layout hold the same number of bytes, since what is split divides evenly. The latent KV has one head,
-so every ``tp`` rank holds all of it. Workspaces and activations are not counted; leave room for them in
-``memory_bytes``.
+so every ``tp`` rank holds all of it. What a step needs beside them is planned by :mod:`glm5ray.model.workspace`.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
 from glm5ray.errors import ConfigError
@@ -50,9 +49,11 @@ class WeightPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryPlan:
-    """The memory of one rank: weights, and pages in what they leave."""
+    """The memory of one rank: weights, what a step needs, and pages in what they leave."""
 
     weights: WeightPlan
+    workspace: Mapping[str, int]
+    """What a step needs, line by line."""
     kv_bytes_per_token: int
     page_size: int
     num_pages: int
@@ -65,6 +66,16 @@ class MemoryPlan:
     @property
     def kv_bytes(self) -> int:
         return self.num_tokens * self.kv_bytes_per_token
+
+    @property
+    def total_bytes(self) -> int:
+        return self.weights.total_bytes + sum(self.workspace.values()) + self.kv_bytes
+
+    def lines(self) -> list[tuple[str, int]]:
+        """What is held for what, in bytes."""
+        lines = [(f"weights: {str(part).replace('_', ' ')}", size) for part, size in self.weights.bytes_by_part.items()]
+        lines += [(f"step: {name}", size) for name, size in self.workspace.items()]
+        return [*lines, ("pages of KV cache", self.kv_bytes)]
 
 
 def plan_weights(
@@ -125,7 +136,7 @@ def plan_memory(
     keep_quantized: bool = False,
     packed_experts: bool = False,
 ) -> MemoryPlan:
-    """How many pages there are beside the weights in ``memory_bytes`` of one rank.
+    """How many pages there are beside the weights alone in ``memory_bytes`` of one rank.
 
     Raises :class:`ConfigError` if not even one fits.
     """
@@ -133,14 +144,54 @@ def plan_memory(
         config, shard, dtype=dtype, with_mtp=with_mtp, keep_quantized=keep_quantized, packed_experts=packed_experts
     )
     per_token = kv_bytes_per_token(config, latent=latent, index=index, with_mtp=with_mtp)
-    num_pages = (memory_bytes - weights.total_bytes) // (per_token * page_size)
-    if num_pages < 1:
+    return plan_pages(weights, {}, memory_bytes=memory_bytes, kv_bytes_per_token=per_token, page_size=page_size)
+
+
+def plan_pages(
+    weights: WeightPlan,
+    workspace: Mapping[str, int],
+    *,
+    memory_bytes: int,
+    kv_bytes_per_token: int,
+    page_size: int,
+    num_pages: int | None = None,
+    max_num_pages: int | None = None,
+    remedy: str = "use more ranks",
+) -> MemoryPlan:
+    """Pages in what weights and the ``workspace`` of a step (:func:`glm5ray.model.workspace.plan_workspace`) leave of
+    ``memory_bytes``: as many as fit, but at most ``max_num_pages``; or ``num_pages``, if they fit.
+
+    Raises :class:`ConfigError` if they do not, or if not even one page fits; ``remedy`` ends its sentence.
+    """
+    plan = MemoryPlan(
+        weights=weights, workspace=workspace, kv_bytes_per_token=kv_bytes_per_token, page_size=page_size, num_pages=0
+    )
+    page_bytes = kv_bytes_per_token * page_size
+    room = (memory_bytes - plan.total_bytes) // page_bytes
+    needs = f"the weights of a rank take {_gib(weights.total_bytes)}"
+    page = f"a page of {page_size} tokens {page_bytes / 2**20:.2f} MiB"
+    if weights.total_bytes + page_bytes > memory_bytes:
         raise ConfigError(
-            f"the weights of a rank take {weights.total_bytes / 2**30:.2f} GiB and a page of {page_size} tokens "
-            f"{per_token * page_size / 2**20:.2f} MiB; the {memory_bytes / 2**30:.2f} GiB of memory do not hold both: "
-            "use more ranks, or fewer bytes a weight"
+            f"{needs} and {page}; the {_gib(memory_bytes)} of memory do not hold both: use more ranks "
+            "(parallel.tp_size, parallel.ep_size), or fewer bytes a weight"
         )
-    return MemoryPlan(weights=weights, kv_bytes_per_token=per_token, page_size=page_size, num_pages=num_pages)
+    if room < 1:
+        name, largest = max(workspace.items(), key=lambda line: line[1])
+        raise ConfigError(
+            f"{needs}, a step {_gib(sum(workspace.values()))} (most of it, {_gib(largest)}, for {name}) and {page}; "
+            f"the {_gib(memory_bytes)} of memory do not hold them: {remedy}"
+        )
+    if num_pages is not None and num_pages > room:
+        raise ConfigError(
+            f"cache.num_pages is {num_pages}, which takes {_gib(num_pages * page_bytes)}; there is room for {room} "
+            f"pages ({_gib(room * page_bytes)}): lower it, or leave it at auto"
+        )
+    most = room if max_num_pages is None else min(room, max_num_pages)
+    return replace(plan, num_pages=most if num_pages is None else num_pages)
+
+
+def _gib(num_bytes: int) -> str:
+    return f"{num_bytes / 2**30:.2f} GiB"
 
 
 def _latent_row_bytes(config: ModelConfig, latent: LatentRow) -> int:

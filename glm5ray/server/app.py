@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 
 MAX_BODY_BYTES = 64 * 2**20
 _STATUS_TIMEOUT_S = 3.0
+_FINAL_CODES = frozenset({"quarantined", "numerical_error"})
+"""Failures that the same request would meet again, and others' requests with it."""
 RETRY_AFTER_S = 5
 
 
@@ -65,12 +67,16 @@ def error_body(error: RequestError | EngineUnavailable) -> dict[str, Any]:
     """OpenAI's error object."""
     if isinstance(error, RequestError):
         return error.body()
-    return RequestError(str(error), code="engine_unavailable", status=503).body()
+    return RequestError(str(error), code=error.code, status=503).body()
 
 
 async def _on_request_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, RequestError)
-    return JSONResponse(error.body(), error.status)
+    if error.status == 503:
+        return JSONResponse(error.body(), 503, {"Retry-After": str(RETRY_AFTER_S)})
+    # OpenAI's own clients repeat every 5xx, unless they are told not to
+    headers = {"x-should-retry": "false"} if error.code in _FINAL_CODES else None
+    return JSONResponse(error.body(), error.status, headers)
 
 
 async def _on_unavailable(request: Request, error: Exception) -> Response:

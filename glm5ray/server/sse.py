@@ -6,7 +6,7 @@ import asyncio
 import json
 from typing import TYPE_CHECKING, Any
 
-from glm5ray.errors import RequestError
+from glm5ray.errors import EngineUnavailable, RequestError
 from glm5ray.openai_api.body import shown
 from glm5ray.openai_api.chunks import ChatChunks, CompletionChunks
 
@@ -85,7 +85,7 @@ async def stream_call(
 
 
 def _unavailable(message: str) -> dict[str, Any]:
-    return RequestError(message, code="engine_unavailable", status=503).body()
+    return RequestError(message, code=EngineUnavailable.code, status=503).body()
 
 
 async def _next(running: RunningCall, keep_alive_s: float) -> News | None:

@@ -30,6 +30,9 @@ if TYPE_CHECKING:
 MIN_TEMPERATURE = 1e-5
 """Below this the draw is greedy: dividing the logits by less would overflow."""
 
+SAMPLED_NUMBERS = 2**24
+"""Logits that are worked on at once: sorting them takes about 1 GB."""
+
 SamplingKind = Literal["greedy", "drawn", "limited"]
 """Of a whole step: all rows greedy; some drawn; some drawn with top-k, top-p or min-p."""
 
@@ -156,8 +159,10 @@ class Sampler:
     def _penalise(self, logits_LV: Tensor, sequences: list[MirrorSequence]) -> None:
         """Repetition, frequency and presence penalties, in place."""
         found = [(i, s) for i, s in enumerate(sequences) if s.seq_id in self._penalties]
-        if not found:
-            return
+        for part in parts_of(len(found), self.vocab_size) if found else ():
+            self._penalise_part(logits_LV, found[part])
+
+    def _penalise_part(self, logits_LV: Tensor, found: list[tuple[int, MirrorSequence]]) -> None:
         rows = self._integers([i for i, _ in found])
         counts = [self._penalties[s.seq_id] for _, s in found]
         output_LV = torch.stack([c.output_V for c in counts])
@@ -216,12 +221,36 @@ class Draws:
     positions_L: Tensor
     """int64, of the token in the output."""
 
+    def of(self, rows: slice) -> Draws:
+        """Those of some rows."""
+        return Draws(
+            temperature_L1=self.temperature_L1[rows],
+            min_p_L1=None if self.min_p_L1 is None else self.min_p_L1[rows],
+            top_k_L1=None if self.top_k_L1 is None else self.top_k_L1[rows],
+            top_p_L1=None if self.top_p_L1 is None else self.top_p_L1[rows],
+            seeds_L=self.seeds_L[rows],
+            indexes_L=self.indexes_L[rows],
+            positions_L=self.positions_L[rows],
+        )
+
 
 def draw(logits_LV: Tensor, draws: Draws) -> Tensor:
     """int64 [L], a token of each row, by its inverse distribution function in order of token id.
 
-    Launches only: no copy from or to the host, no shape that depends on data, so that a CUDA graph may hold it.
+    Launches only: no copy from or to the host, no shape that depends on data, so that a CUDA graph may hold it. Rows
+    are taken in parts, since sorting needs many times the memory of the logits.
     """
+    parts = [_draw_part(logits_LV[rows], draws.of(rows)) for rows in parts_of(*logits_LV.shape)]
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def parts_of(num_rows: int, vocab_size: int) -> list[slice]:
+    """The rows in parts of at most :data:`SAMPLED_NUMBERS` logits; at least one part, and one row in it."""
+    count = max(1, SAMPLED_NUMBERS // vocab_size)
+    return [slice(first, first + count) for first in range(0, max(1, num_rows), count)]
+
+
+def _draw_part(logits_LV: Tensor, draws: Draws) -> Tensor:
     logits_LV = logits_LV / draws.temperature_L1
     if draws.min_p_L1 is not None:
         floor_L1 = draws.min_p_L1.log() + logits_LV.amax(dim=-1, keepdim=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import time
 from typing import TYPE_CHECKING
 
@@ -20,10 +19,10 @@ from glm5ray.model.packed import packs_experts
 from glm5ray.model.weights import ShardSpec, load_shard
 from glm5ray.model_config import ModelConfig
 from glm5ray.parallel import ParallelContext
-from glm5ray.protocol import Capacity
 from glm5ray.worker.batch import Mirror
 from glm5ray.worker.launched import LaunchedStep
 from glm5ray.worker.logprobs import score_tokens
+from glm5ray.worker.memory import capacity_of, log_plan, plan_rank, require_room, usable_bytes
 from glm5ray.worker.runner import DecodeRunner
 from glm5ray.worker.sampler import Sampler
 from glm5ray.worker.transfers import ReadBack, to_device
@@ -33,8 +32,8 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from glm5ray.config import CacheSection, EngineConfig, SchedulerSection
-    from glm5ray.protocol import StepInput, StepOutput
+    from glm5ray.config import EngineConfig
+    from glm5ray.protocol import Capacity, StepInput, StepOutput
     from glm5ray.worker.batch import Decode, MirrorSequence, Step
     from glm5ray.worker.logprobs import Scores
 
@@ -81,6 +80,19 @@ class Worker:
         device = pick_device(config.model.device)
         dtype = pick_dtype(config.model.dtype, model_config, device)
         packed = packs_experts(config.model.weights, model_config, device, str(dtype).removeprefix("torch."))
+        shard = ShardSpec(parallel.tp_rank, parallel.tp_size, parallel.ep_rank, parallel.ep_size)
+        memory_bytes = usable_bytes(config, device)
+        plan = plan_rank(
+            config,
+            model_config,
+            shard,
+            device=device,
+            dtype=str(dtype).removeprefix("torch."),
+            packed_experts=packed,
+            memory_bytes=memory_bytes,
+        )
+        log_plan(plan, memory_bytes)
+        capacity = capacity_of(plan, model_config, config.scheduler)
         model = Glm5(
             model_config,
             select_kernels(config.kernels, device, frozenset({"experts"} if packed else ())),
@@ -90,7 +102,6 @@ class Worker:
             packed_experts=packed,
         )
         started = time.perf_counter()
-        shard = ShardSpec(parallel.tp_rank, parallel.tp_size, parallel.ep_rank, parallel.ep_size)
         if config.model.load_format == "dummy":
             state = dummy_state(model, device)
         else:
@@ -106,10 +117,9 @@ class Worker:
         if device.startswith("cuda"):
             torch.cuda.empty_cache()  # what packing freed counts as room for pages
         logger.info("loaded model=%s seconds=%.1f", folder, time.perf_counter() - started)
-        ranks_per_gpu = config.parallel.ranks_per_gpu
-        capacity = plan_capacity(model_config, config.cache, config.scheduler, dtype, device, ranks_per_gpu)
+        if device.startswith("cuda"):
+            require_room(plan)
         row = kv_dtype(config.cache.kv_dtype, dtype)
-        _require_memory(PagedCache.bytes_per_page(model_config, capacity.page_size, row), capacity, device)
         cache = PagedCache(model_config, capacity.num_pages, capacity.page_size, row, device)
         worker = cls(model, cache, capacity, max_num_seqs=config.scheduler.max_num_seqs, epoch=epoch)
         reason = _reason_against_fixed_batches(config, parallel, device, packed)
@@ -262,77 +272,3 @@ def pick_dtype(choice: str, model_config: ModelConfig, device: str) -> torch.dty
     if choice == "auto":
         name = "float32" if device == "cpu" else model_config.dtype
     return {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}[name]
-
-
-def plan_capacity(
-    model_config: ModelConfig,
-    cache: CacheSection,
-    scheduler: SchedulerSection,
-    dtype: torch.dtype,
-    device: str,
-    ranks_per_gpu: int = 1,
-) -> Capacity:
-    """How many pages there is room for, and so how long a sequence may be. The weights are already loaded.
-
-    Raises :class:`ConfigError` if a limit that was asked for cannot be held.
-    """
-    page_bytes = PagedCache.bytes_per_page(model_config, cache.page_size, kv_dtype(cache.kv_dtype, dtype))
-    wanted = model_config.max_position_embeddings
-    if scheduler.max_model_len != "auto":
-        if scheduler.max_model_len > wanted:
-            raise ConfigError(
-                f"scheduler.max_model_len is {scheduler.max_model_len}; this model was trained for at most {wanted} "
-                "tokens"
-            )
-        wanted = scheduler.max_model_len
-    if cache.num_pages == "auto":
-        room = _free_bytes(cache, ranks_per_gpu, device)
-        # no more than all sequences at their longest could ever use
-        num_pages = min(room // page_bytes, scheduler.max_num_seqs * -(-wanted // cache.page_size))
-        if num_pages < 1:
-            raise ConfigError(
-                f"there is room for {room / 2**20:.1f} MiB of KV cache, and one page of {cache.page_size} tokens takes "
-                f"{page_bytes / 2**20:.1f} MiB; raise cache.cpu_memory_gib or cache.memory_fraction, or lower "
-                "cache.page_size"
-            )
-    else:
-        num_pages = cache.num_pages
-    held = num_pages * cache.page_size
-    if scheduler.max_model_len != "auto" and held < wanted:
-        raise ConfigError(
-            f"scheduler.max_model_len is {wanted}, but the cache holds {held} tokens ({num_pages} pages of "
-            f"{cache.page_size}); lower it or raise cache.num_pages"
-        )
-    return Capacity(
-        num_pages=num_pages,
-        page_size=cache.page_size,
-        max_model_len=min(wanted, held),
-        vocab_size=model_config.vocab_size,
-        eos_token_ids=model_config.eos_token_ids,
-    )
-
-
-def _require_memory(page_bytes: int, capacity: Capacity, device: str) -> None:
-    """Raises :class:`ConfigError` before an allocation that could not succeed."""
-    wanted, available = capacity.num_pages * page_bytes, _memory_bytes(device)
-    if wanted > available:
-        raise ConfigError(
-            f"cache.num_pages is {capacity.num_pages}, which takes {wanted / 2**30:.1f} GiB of the "
-            f"{available / 2**30:.1f} GiB that are here; lower it, or leave it at auto"
-        )
-
-
-def _memory_bytes(device: str) -> int:
-    """What could be allocated at most: a GPU's free memory, or a machine's whole memory."""
-    if device == "cpu":
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return torch.cuda.mem_get_info()[0]
-
-
-def _free_bytes(cache: CacheSection, share: int, device: str) -> int:
-    if device == "cpu":
-        return min(int(cache.cpu_memory_gib * 2**30), _memory_bytes(device))
-    free, total = torch.cuda.mem_get_info()
-    # what the others hold of a shared GPU is theirs, however far they are with loading
-    used = total - free if share == 1 else torch.cuda.memory_reserved()
-    return max(0, min(int(total * cache.memory_fraction / share) - used, free))

@@ -519,7 +519,10 @@ class DyingExecutor(FakeExecutor):
         return super().submit(step)
 
 
-def test_a_dead_engine_ends_the_run_and_resume_does_the_rest(tmp_path: Path, tokenizer: Tokenizer, llm: LLM) -> None:
+@pytest.mark.parametrize("code", ["engine_failed", "engine_unavailable"])
+def test_a_dead_engine_ends_the_run_and_resume_does_the_rest(
+    tmp_path: Path, tokenizer: Tokenizer, llm: LLM, code: str
+) -> None:
     source, output = write(tmp_path / "in.jsonl", [line(str(i)) for i in range(200)]), tmp_path / "out.jsonl"
     dying = LLM.from_executor(DyingExecutor(CAPACITY, letters), tokenizer, CONFIG)
     with pytest.raises(WorkerDied, match="--resume runs the others"):
@@ -528,6 +531,10 @@ def test_a_dead_engine_ends_the_run_and_resume_does_the_rest(tmp_path: Path, tok
     failed = [record for record in found.values() if record["error"] is not None]
     assert failed
     assert {(record["response"], record["error"]["code"]) for record in failed} == {(None, "engine_failed")}
+    for file in tmp_path.iterdir():
+        file.write_text(file.read_text().replace('"engine_failed"', f'"{code}"'))  # the code of one that starts again
+    failed = [record for record in by_id(output).values() if record["error"] is not None]
+    assert {record["error"]["code"] for record in failed} == {code}
     summary = run(source, output, llm, resume=True)
     assert summary.total == 200
     assert summary.failed == 0

@@ -12,6 +12,7 @@ import pytest
 
 from glm5ray.config import load_config
 from glm5ray.engine.core import EngineCore
+from glm5ray.engine.engine_loop import STALLED_AFTER_S
 from glm5ray.engine.executor import InProcessExecutor
 from glm5ray.engine.llm import LLM
 from glm5ray.engine.local_client import LocalClient
@@ -29,7 +30,13 @@ if TYPE_CHECKING:
 
 
 @contextmanager
-def serving(executor: Executor, *, idle_connection_s: int = IDLE_CONNECTION_S, **options) -> Iterator[str]:
+def serving(
+    executor: Executor,
+    *,
+    idle_connection_s: int = IDLE_CONNECTION_S,
+    stalled_after_s: float = STALLED_AFTER_S,
+    **options,
+) -> Iterator[str]:
     """The server's address while it runs."""
     settings = load_config(None, ())
     tokenizer = Tokenizer.from_checkpoint(resolve_checkpoint("nano"))
@@ -38,7 +45,9 @@ def serving(executor: Executor, *, idle_connection_s: int = IDLE_CONNECTION_S, *
 
     async def run() -> None:
         client = LocalClient(
-            lambda: EngineCore(executor, settings.scheduler, settings.cache, overlap=False), model_path="nano"
+            lambda: EngineCore(executor, settings.scheduler, settings.cache, overlap=False),
+            model_path="nano",
+            stalled_after_s=stalled_after_s,
         )
         async with client:
             capacity = (await client.info()).capacity
