@@ -56,7 +56,7 @@ def pack_one(num_experts: int, matrix: Any) -> tuple[torch.Tensor, ...]:
 
 
 def make_model(parallel: ParallelContext) -> Glm5:
-    kernels = select_kernels({}, "cuda", frozenset({"experts"}))
+    kernels = select_kernels({"experts": "triton"}, "cuda", frozenset({"experts"}))
     model = Glm5(real_sizes(), kernels, parallel, dtype=torch.bfloat16, packed_experts=True)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(nvfp4_fragments, "_pack_each", pack_one)
