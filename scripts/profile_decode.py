@@ -17,16 +17,15 @@ import time
 from collections import Counter, defaultdict
 from importlib import resources
 from pathlib import Path
-from random import Random
 from typing import Any
 
 import torch
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
+from glm5ray.bench.decode_batch import DecodeBatch
 from glm5ray.bench.report import environment
 from glm5ray.config import load_config
-from glm5ray.protocol import NewSequence, SamplingParams, StepInput
 from glm5ray.worker.worker import Worker
 
 SLICE = Path(str(resources.files("glm5ray"))) / "bench" / "slices" / "glm5-12l-nvfp4"
@@ -38,48 +37,7 @@ SETTINGS = [
 ]
 STEPS = 8
 WARM_UP_STEPS = 6
-PROMPT_TOKENS = 8192
-"""Of one step."""
-
-
-class Batch:
-    """``count`` sequences in the worker, one token more after each :meth:`decode`."""
-
-    def __init__(self, worker: Worker, count: int, context: int, first_step: int) -> None:
-        self.worker, self.count, self.step_id = worker, count, first_step
-        self.length = context
-        pages = -(-(context + 2 * STEPS + WARM_UP_STEPS + 8) // worker.capacity.page_size)
-        rng = Random(count)
-        vocab = worker.capacity.vocab_size
-        together = max(1, PROMPT_TOKENS // context)
-        for first in range(0, count, together):
-            ids = range(first, min(first + together, count))
-            new = tuple(
-                NewSequence(
-                    seq_id=i,
-                    request_id=str(i),
-                    index=0,
-                    token_ids=tuple(rng.randrange(vocab) for _ in range(context)),
-                    num_prompt_tokens=context,
-                    sampling=SamplingParams(temperature=0.0, max_tokens=10_000, ignore_eos=True),
-                    pages=tuple(range(i * pages, (i + 1) * pages)),
-                )
-                for i in ids
-            )
-            self._run(seq_ids=list(ids), starts=[0] * len(ids), num_tokens=[context] * len(ids), new_sequences=new)
-
-    def decode(self) -> None:
-        everyone = list(range(self.count))
-        self._run(seq_ids=everyone, starts=[self.length] * self.count, num_tokens=[1] * self.count)
-        self.length += 1
-
-    def drop(self) -> None:
-        self._run(seq_ids=[], starts=[], num_tokens=[], dropped=list(range(self.count)))
-
-    def _run(self, **fields: Any) -> None:
-        output = self.worker.execute(StepInput(epoch=0, step_id=self.step_id, **fields))
-        assert not output.failed, output.failed
-        self.step_id += 1
+NEW_TOKENS = 2 * STEPS + WARM_UP_STEPS + 8
 
 
 def kernels_of(prof: profile) -> list[tuple[str, float, float]]:
@@ -92,7 +50,7 @@ def kernels_of(prof: profile) -> list[tuple[str, float, float]]:
     return sorted(found, key=lambda kernel: kernel[1])
 
 
-def measure(batch: Batch) -> dict[str, Any]:
+def measure(batch: DecodeBatch) -> dict[str, Any]:
     for _ in range(WARM_UP_STEPS):
         batch.decode()
     torch.cuda.synchronize()
@@ -144,7 +102,7 @@ def main() -> None:
     parser.add_argument("--set", action="append", default=[])
     arguments = parser.parse_args()
     most = max(arguments.batches)
-    room = arguments.context + 2 * STEPS + WARM_UP_STEPS + 8
+    room = arguments.context + NEW_TOKENS
     sizes = [f"scheduler.max_num_seqs={most}", f"runner.max_graph_seqs={most}", f"scheduler.max_model_len={room}"]
     sizes.append(f"cache.num_pages={most * -(-room // 64)}")
     settings = [*SETTINGS, *sizes, *arguments.set]
@@ -159,7 +117,7 @@ def main() -> None:
     }
     next_step = 0
     for count in arguments.batches:
-        batch = Batch(worker, count, arguments.context, next_step)
+        batch = DecodeBatch(worker, count, arguments.context, new_tokens=NEW_TOKENS, first_step=next_step)
         report["batches"].append(measure(batch))
         batch.drop()
         next_step = batch.step_id

@@ -8,6 +8,7 @@ the decode time and over all of it.
 
 from __future__ import annotations
 
+import gc
 import time
 from dataclasses import replace
 from random import Random
@@ -25,6 +26,9 @@ if TYPE_CHECKING:
 
     from glm5ray.config import EngineConfig
 
+BREAKDOWN_STEPS = 8
+"""That its times are means of."""
+
 
 def run_offline_bench(
     config: EngineConfig,
@@ -35,9 +39,10 @@ def run_offline_bench(
     repetitions: int = 3,
     seed: int = 0,
     on_row: Callable[[dict[str, Any]], None] | None = None,
+    breakdown: bool = False,
 ) -> dict[str, Any]:
     """One report, a JSON object; ``results`` has a row for each concurrency, medians of ``repetitions`` after a
-    warm-up.
+    warm-up. With ``breakdown`` it has that of :func:`glm5ray.bench.breakdown.run_breakdown`, too.
 
     Prefix caching is off, so that no repetition profits from the one before. Raises :class:`ConfigError` if the
     workload does not fit.
@@ -56,7 +61,7 @@ def run_offline_bench(
             results.append(row)
             if on_row is not None:
                 on_row(row)
-        return {
+        report = {
             "benchmark": "offline",
             "workload": {
                 "prompt_tokens": prompt_tokens,
@@ -68,6 +73,13 @@ def run_offline_bench(
             "config": config.to_dict(),
             "results": results,
         }
+    if breakdown:
+        from glm5ray.bench.breakdown import run_breakdown
+
+        del llm
+        gc.collect()  # two models may be more than a GPU has room for
+        report["breakdown"] = run_breakdown(config, concurrency, prompt_tokens, BREAKDOWN_STEPS)
+    return report
 
 
 def measure_row(

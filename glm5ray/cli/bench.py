@@ -82,6 +82,7 @@ def offline_command(
     new_tokens: Annotated[int, typer.Option("--new-tokens", min=1)] = 64,
     repetitions: Annotated[int, typer.Option("--repetitions", min=1, help="Of each point; medians count.")] = 3,
     seed: Annotated[int, typer.Option("--seed", help="Of the prompts.")] = 0,
+    breakdown: Annotated[bool, typer.Option("--breakdown", help="A decode step by operation, too.")] = False,
     json_output: options.Json = False,
 ) -> None:
     """Throughput of the whole engine by concurrency: random prompts, greedy, all at once.
@@ -103,6 +104,11 @@ def offline_command(
         repetitions=repetitions,
         seed=seed,
         on_row=_print_row,
+        breakdown=breakdown,
     )
+    for row in report.get("breakdown", []):
+        _print_row({name: row[name] for name in ("conc", "context", "step_ms")})
+        for op in row["ops"]:
+            typer.echo(f"  {op['op']:22s} {op['calls']:7.1f} x {op['ms']:10.3f} ms  {op['share']:6.1%}", err=True)
     if json_output:
         options.print_json(report)

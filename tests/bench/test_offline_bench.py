@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import TYPE_CHECKING
 
 import pytest
@@ -11,6 +12,7 @@ from glm5ray.bench.offline import attempt_row, run_offline_bench
 from glm5ray.config import load_config
 from glm5ray.engine.llm import LLM
 from glm5ray.errors import ConfigError
+from glm5ray.kernels.select import OPS
 from glm5ray.model.glm5 import MoE
 from glm5ray.model.tiny import write_tiny
 from glm5ray.worker.worker import Worker
@@ -35,6 +37,23 @@ def test_rows_have_the_peers_fields(settings: list[str]) -> None:
     )
     assert [row["conc"] for row in report["results"]] == [1, 3]
     assert all(set(row) == PEER_FIELDS for row in report["results"])
+
+
+def test_breakdown_accounts_for_the_step(settings: list[str]) -> None:
+    report = run_offline_bench(
+        load_config(None, settings), concurrency=(1, 3), prompt_tokens=20, new_tokens=1, repetitions=1, breakdown=True
+    )
+    rows = report["breakdown"]
+    assert [(row["conc"], row["context"]) for row in rows] == [(1, 23), (3, 23)]
+    for row in rows:
+        ops = {op["op"]: op for op in row["ops"]}
+        assert set(OPS) - set(ops) == set(), "an operation of the table that no step called"
+        assert ops["experts"]["calls"] == 1  # of the two layers one has experts
+        assert ops["mla_attention"]["calls"] == ops["append_latent"]["calls"] == 2
+        assert ops["mla_attention.plan"]["calls"] == 1
+        assert sum(op["ms"] for op in row["ops"]) == pytest.approx(row["step_ms"], abs=0.01)
+        assert all(op["ms"] >= 0 for op in row["ops"])
+    assert json.loads(json.dumps(report)) == report
 
 
 def test_a_row_that_fails_leaves_the_next_one(settings: list[str]) -> None:
