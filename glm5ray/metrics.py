@@ -22,6 +22,8 @@ class Metric:
     """Upper bounds of a histogram, in seconds."""
     of: Literal["engine", "server"] = "engine"
     """Who counts: an engine, for all of its clients, or a server, for its own requests."""
+    in_ray: bool = True
+    """Whether Ray is told, too: it takes samples one by one, so not those of every token."""
 
     @property
     def series(self) -> str:
@@ -56,6 +58,7 @@ METRICS: dict[str, Metric] = {
             (),
             _TOKEN_TIMES,
             of="server",
+            in_ray=False,
         ),
         Metric(
             "vllm:request_time_per_output_token_seconds",

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from glm5ray.actors.mailboxes import Mailboxes, engine_id
-from glm5ray.actors.metrics_export import EngineMetrics, StatusWatcher
+from glm5ray.actors.metrics_export import EngineExport, Ticker
 from glm5ray.actors.status_log import StatusLog
 from glm5ray.engine.client import EngineInfo, EngineStatus
 from glm5ray.engine.core import EngineCore, collect_garbage_rarely
@@ -104,15 +104,19 @@ class SchedulerActor:
             stalled_after_s=spec.config.recovery.stalled_after_s,
         )
         self._engine.start()
-        metrics = EngineMetrics(model_name=Path(spec.config.model.path).name, engine=spec.engine)
-        self._watcher = StatusWatcher(
-            self._engine.status, [StatusLog().tell, metrics.tell], every_s=spec.metrics_every_s
-        )
-        self._watcher.start()
+        self._export = EngineExport(model_name=Path(spec.config.model.path).name, engine=spec.engine)
+        self._log = StatusLog()
+        self._ticker = Ticker(self._tell, every_s=spec.metrics_every_s)
+        self._ticker.start()
 
     def __repr__(self) -> str:
         model = Path(self._spec.config.model.path).name
         return f"glm5ray {self._spec.engine}: scheduler ({model}, {self._spec.layout})"
+
+    def _tell(self) -> None:
+        status = self._engine.status()
+        self._log.tell(status)
+        self._export.tell(status)
 
     def _make_core(self, epoch: int) -> EngineCore:
         spec = self._spec
@@ -156,7 +160,7 @@ class SchedulerActor:
         """Ends the engine and its workers; clients are told. Harmless if called twice."""
         self._listen()
         await asyncio.to_thread(self._engine.stop, timeout_s)
-        await asyncio.to_thread(self._watcher.stop)
+        await asyncio.to_thread(self._ticker.stop)
 
     # --- clients ----------------------------------------------------------------------------------------------------
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from glm5ray.actors.client import RayEngineClient
+from glm5ray.actors.metrics_export import EVERY_S, ServerExport, Ticker
 from glm5ray.errors import ConfigError, EngineUnavailable, Glm5RayError
 from glm5ray.server.http_server import HttpServer
 from glm5ray.server.late_app import LateApp
@@ -43,6 +44,8 @@ class HttpSpec:
     names: tuple[str, ...] = ()
     """What requests may call the model, besides its path and folder."""
     api_key: str | None = field(default=None, repr=False)
+    metrics_every_s: float = EVERY_S
+    """How often figures are handed to Ray."""
 
     @property
     def url(self) -> str:
@@ -163,6 +166,8 @@ class HttpActor:
             self._error = self._app.detail = f"the server cannot read the model's tokenizer: {error}"
             logger.error("%s", self._error)
             return
+        self._ticker = Ticker(ServerExport(app.state.metrics, engine=spec.engine).tell, every_s=spec.metrics_every_s)
+        self._ticker.start()
         self._names = served_names(info.model_path, spec.names)
         self._app.app = app
         self._app.detail = "it answers requests"

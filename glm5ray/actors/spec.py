@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from glm5ray.actors.metrics_export import EVERY_S
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -24,8 +26,8 @@ class EngineSpec:
     """Which loop; the workers are other processes, so they compute while the scheduler plans."""
     client_timeout_s: float = 30.0
     """A client that has not asked for events for so long is gone: its requests are aborted."""
-    metrics_every_s: float = 5.0
-    """How often figures are handed to Ray; its agents collect every ten seconds."""
+    metrics_every_s: float = EVERY_S
+    """How often figures are handed to Ray."""
 
     @property
     def layout(self) -> str:

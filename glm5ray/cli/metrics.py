@@ -43,7 +43,7 @@ def list_command(json_output: options.Json = False) -> None:
     rows = [
         (
             metric.series,
-            f"ray_{ray_name(metric.series)}" if metric.of == "engine" else "",
+            f"ray_{ray_name(metric.series)}" if metric.in_ray else "",
             metric.kind,
             ", ".join(("model_name", *metric.labels)),
             metric.help,

@@ -50,6 +50,7 @@ def create_app(
     when a step takes longer. ``keep_alive_s``: the longest silence of a stream."""
     app = FastAPI(title="glm5ray", version=__version__, openapi_url=None)
     server = _Server(client, served, max_model_len, api_key, max_step_age_s, max_body_bytes, keep_alive_s)
+    app.state.metrics = server.metrics  # for whoever shows them elsewhere, too
     app.add_exception_handler(RequestError, _on_request_error)
     app.add_exception_handler(EngineUnavailable, _on_unavailable)
     app.add_exception_handler(HTTPException, _on_http_error)
@@ -110,7 +111,7 @@ class _Server:
         self._max_step_age_s = max_step_age_s
         self._max_body_bytes = max_body_bytes
         self._keep_alive_s = keep_alive_s
-        self._metrics = ServerMetrics(served.names[0])
+        self.metrics = ServerMetrics(served.names[0])
         self._created = int(time.time())
 
     async def _status(self) -> EngineStatus | str:
@@ -137,7 +138,7 @@ class _Server:
 
     async def metrics_page(self) -> Response:
         status = await self._status()
-        text = self._metrics.text(None if isinstance(status, str) else status)
+        text = self.metrics.text(None if isinstance(status, str) else status)
         return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
 
     async def models(self, request: Request) -> Response:
@@ -173,7 +174,7 @@ class _Server:
         call, streams, with_usage = await asyncio.to_thread(prepare)
         if streams and call.echo and call.requests[0].sampling.prompt_logprobs is not None:
             raise RequestError("echo with logprobs cannot be streamed; leave one of the three out.", param="echo")
-        running = RunningCall(self._client, call, self._served.tokenizer, self._metrics)
+        running = RunningCall(self._client, call, self._served.tokenizer, self.metrics)
         if not streams:
             results = await _gather(request, running, len(call.requests))
             if is_chat:

@@ -11,7 +11,7 @@ from glm5ray.engine.figures import engine_figures
 from glm5ray.metrics import METRICS
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
 
     from prometheus_client.core import Metric as Family
 
@@ -22,7 +22,7 @@ class ServerMetrics:
     """What happened on this server. Its registry is its own, so several servers may live in one process."""
 
     def __init__(self, model_name: str) -> None:
-        self._model_name = model_name
+        self.model_name = model_name
         self._registry = CollectorRegistry()
         self.ttft_s = self._histogram("vllm:time_to_first_token_seconds")
         self.inter_token_s = self._histogram("vllm:inter_token_latency_seconds")
@@ -35,13 +35,17 @@ class ServerMetrics:
 
     def ended(self, reason: str) -> None:
         """One choice ended."""
-        self._ended.labels(self._model_name, reason).inc()
+        self._ended.labels(self.model_name, reason).inc()
+
+    def families(self) -> Iterable[Family]:
+        """What was counted so far; may be asked from any thread."""
+        return self._registry.collect()
 
     def text(self, status: EngineStatus | None) -> bytes:
         """The whole page; without a status, only the server's part."""
         registry = CollectorRegistry()
         if status is not None:
-            registry.register(_EngineFigures(self._model_name, status))
+            registry.register(_EngineFigures(self.model_name, status))
         return generate_latest(self._registry) + generate_latest(registry)
 
     def _counter(self, name: str) -> Counter:
@@ -51,7 +55,7 @@ class ServerMetrics:
     def _histogram(self, name: str) -> Histogram:
         metric = METRICS[name]
         family = Histogram(name, metric.help, ("model_name",), registry=self._registry, buckets=metric.buckets)
-        return family.labels(self._model_name)
+        return family.labels(self.model_name)
 
 
 class _EngineFigures:

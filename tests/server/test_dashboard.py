@@ -20,6 +20,8 @@ from glm5ray.metrics import METRICS, ray_name
 if TYPE_CHECKING:
     from types import ModuleType
 
+    from glm5ray.metrics import Metric
+
 ROOT = Path(__file__).parents[2]
 NOT_SHOWN = ("glm5ray:engine_info", "glm5ray:engine_epoch", "glm5ray:graph_coverage")
 """The last of them since the start; the panel has the ratio of the last minutes."""
@@ -43,6 +45,11 @@ def names(expression: str, source: str) -> list[re.Pattern[str]]:
     return [re.compile(selector.replace("${source:raw}", source)) for selector in selectors]
 
 
+def series(metric: Metric) -> list[str]:
+    """What a panel may ask for."""
+    return [f"{metric.name}_bucket"] if metric.kind == "histogram" else [metric.series]
+
+
 def sources(dashboard: dict[str, Any]) -> dict[str, str]:
     (variable,) = (v for v in dashboard["templating"]["list"] if v["name"] == "source")
     assert variable["query"] == ", ".join(f"{o['text']} : {o['value']}" for o in variable["options"])
@@ -56,21 +63,19 @@ def test_every_name_is_one_of_a_running_server(dashboard: dict[str, Any], nano_u
     asked = [name for query in queries(dashboard) for name in names(query, sources(dashboard)["server's /metrics"])]
     for name in asked:
         assert any(name.fullmatch(known) for known in exported), name.pattern
-    series = {name: (metric.series, f"{name}_bucket") for name, metric in METRICS.items()}
-    shown = {name for name, known in series.items() if any(n.fullmatch(one) for n in asked for one in known)}
+    shown = {name for name, m in METRICS.items() if any(n.fullmatch(one) for n in asked for one in series(m))}
     assert set(METRICS) - shown == set(NOT_SHOWN), "the others are on no panel"
 
 
-def test_what_is_of_the_engine_is_found_in_ray(dashboard: dict[str, Any]) -> None:
+def test_what_ray_is_told_is_found_there(dashboard: dict[str, Any]) -> None:
     """That Ray really has these names, tests/actors/test_metrics_export.py says."""
-    in_ray = {f"ray_{ray_name(metric.series)}" for metric in METRICS.values() if metric.of == "engine"}
-    of_server = [ray_name(metric.series) for metric in METRICS.values() if metric.of == "server"]
+    in_ray = {f"ray_{ray_name(name)}" for metric in METRICS.values() if metric.in_ray for name in series(metric)}
+    elsewhere = {f"ray_{ray_name(name)}" for metric in METRICS.values() if not metric.in_ray for name in series(metric)}
     found = set()
     for query in queries(dashboard):
         for name in names(query, sources(dashboard)["Ray"]):
             found |= (matches := {known for known in in_ray if name.fullmatch(known)})
-            histograms = [f"{known}_bucket" for known in of_server]
-            assert matches or any(name.fullmatch(f"ray_{known}") for known in of_server + histograms), name.pattern
+            assert matches or any(name.fullmatch(known) for known in elsewhere), name.pattern
     assert in_ray - found == {f"ray_{ray_name(name)}" for name in NOT_SHOWN}
 
 
