@@ -113,6 +113,8 @@ def time_ms(run: Run, tokens: int, experts: FragmentExperts, repeats: int, steps
         torch.cuda.synchronize()
     parts: dict[str, float] = {}
     for event in profile.key_averages():
+        if not event.self_device_time_total:
+            continue
         name = event.key.split("_r")[0][:24]
         parts[name] = parts.get(name, 0.0) + event.self_device_time_total / 1e3 / steps
     return sorted(times[1:])[repeats // 2], {k: round(v, 4) for k, v in parts.items()}
@@ -143,30 +145,28 @@ def with_shape(kernels: cuda.Kernels, shape: cuda.Shape) -> Run:
 
 
 SHAPES = {
-    (1, 2, 4, 10, 64): [
-        (1, 1, 4, 4, 8, 2),
-        (1, 1, 4, 3, 8, 3),
-        (2, 1, 2, 3, 8, 2),
-        (2, 1, 2, 3, 8, 3),
-        (2, 1, 2, 4, 8, 3),
-        (2, 1, 2, 3, 12, 2),
-    ],
-    (16, 64, 128, 256): [(2, 2, 2, 3, 8, 2), (2, 2, 2, 4, 12, 1), (4, 2, 2, 3, 12, 1), (4, 2, 2, 4, 10, 1)],
-    (64, 256, 384, 512, 768, 1024): [
-        (2, 4, 2, 4, 12, 1),
+    (1, 2, 4): [(1, 1, 4, 4, 8, 2), (2, 1, 2, 3, 12, 2)],
+    (10, 16, 64, 128): [(2, 1, 2, 3, 12, 2), (2, 2, 2, 4, 12, 1)],
+    (64, 128, 256): [(4, 2, 2, 3, 12, 1), (2, 2, 2, 4, 12, 1)],
+    (256, 384, 512): [(4, 3, 2, 3, 12, 1), (4, 3, 2, 3, 12, 1, 0)],
+    (512, 768, 1024, 1536): [
         (4, 4, 2, 4, 8, 1),
-        (4, 4, 2, 3, 8, 1),
-        (4, 3, 2, 3, 12, 1),
-        (4, 3, 2, 3, 10, 1),
-        (2, 3, 2, 3, 8, 2),
+        (4, 4, 1, 6, 12, 1, 0),
+        (4, 5, 2, 4, 8, 1, 0),
+        (4, 5, 1, 8, 8, 1, 0),
+        (4, 6, 1, 8, 8, 1, 0),
     ],
 }
 """Tokens -> shapes to try there."""
 
 
+def all_shapes() -> tuple[cuda.Shape, ...]:
+    return tuple(dict.fromkeys(cuda.Shape(*shape) for several in SHAPES.values() for shape in several))
+
+
 def try_shapes(experts: FragmentExperts, seconds: float) -> list[dict[str, object]]:
     begin, rows = time.monotonic(), []
-    shapes = tuple(cuda.Shape(*shape) for several in SHAPES.values() for shape in several)
+    shapes = all_shapes()
     kernels = cuda.Kernels(shapes, experts.down_global.device, capability(experts.down_global))
     for numbers, several in SHAPES.items():
         for shape in several:

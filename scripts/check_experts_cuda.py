@@ -15,7 +15,7 @@ import sys
 from pathlib import Path
 
 import torch
-from bench_experts import SHAPES
+from bench_experts import all_shapes
 
 from glm5ray.bench.report import environment
 from glm5ray.kernels import reference
@@ -25,7 +25,7 @@ from glm5ray.kernels.triton.device import capability
 from glm5ray.quantization.nvfp4 import quantize_nvfp4
 
 HIDDEN, INTERMEDIATE, EXPERTS, CHOICES, FIRST = 6144, 2048, 24, 8, 3
-TOKENS = (1, 2, 4, 5, 8, 9, 17, 40, 64, 65, 131, 300, 512)
+TOKENS = (1, 2, 4, 5, 8, 9, 17, 40, 64, 65, 131, 300, 512, 1000)
 ROUTINGS = ("uniform", "one expert", "uneven", "elsewhere")
 LARGEST_ERROR = 0.01
 """Of a token's row, relative: the hidden vector and each expert's result are rounded to BF16."""
@@ -95,7 +95,7 @@ def main() -> None:
         sys.exit("the kernels did not compile: see the warning above")
     cases = [("table", cuda.experts.run, tokens, routing) for tokens in TOKENS for routing in ROUTINGS]
     if arguments.all_shapes:
-        shapes = tuple(cuda.Shape(*shape) for several in SHAPES.values() for shape in several)
+        shapes = all_shapes()
         kernels = cuda.Kernels(shapes, device, arch)
         for shape in shapes:
 

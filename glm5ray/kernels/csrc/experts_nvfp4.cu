@@ -224,13 +224,14 @@ __device__ __forceinline__ int first_entry(const Plan& plan, int unit, int row_g
 
 // --- the products ---------------------------------------------------------------------------------------------------
 
-template <int ROW_TILES_, int MAX_COLUMNS_, int DEPTH_, int STAGES_, int WARPS_>
+template <int ROW_TILES_, int MAX_COLUMNS_, int DEPTH_, int STAGES_, int WARPS_, int AHEAD_>
 struct Shape {
   static constexpr int ROW_TILES = ROW_TILES_;      // of a unit, 16 weight rows each
   static constexpr int MAX_COLUMNS = MAX_COLUMNS_;  // of a unit, 8 tokens each
   static constexpr int DEPTH = DEPTH_;              // of a stage of the ring, 64 weight columns each
   static constexpr int STAGES = STAGES_;
   static constexpr int WARPS = WARPS_;
+  static constexpr bool AHEAD = AHEAD_;             // whether tokens are read a step before they are needed
   static constexpr int STAGE_BYTES = ROW_TILES * DEPTH * (WORD_BYTES + SCALE_BYTES);
   static constexpr int RING_BYTES = WARPS * STAGES * STAGE_BYTES;
 };
@@ -306,7 +307,7 @@ __device__ __forceinline__ void product(Reader<S>& reader, int& slot, Tokens<COL
     for (int n = 0; n < COLUMNS; n++)
 #pragma unroll
       for (int c = 0; c < 4; c++) sums[i][n][c] = 0.0f;
-  tokens.load(0);
+  if (S::AHEAD) tokens.load(0);
   for (int k = 0; k <= last; k += S::DEPTH) {
     wait_for_oldest<S::STAGES>();
     __syncwarp();  // scales were copied by other lanes; and all have done with the slot that is read into next
@@ -314,6 +315,7 @@ __device__ __forceinline__ void product(Reader<S>& reader, int& slot, Tokens<COL
     u32 stage = reader.ring + slot * S::STAGE_BYTES;
 #pragma unroll
     for (int j = 0; j < S::DEPTH; j++) {
+      if (!S::AHEAD) tokens.load(k + j);
       u32 b[COLUMNS][8];
 #pragma unroll
       for (int n = 0; n < COLUMNS; n++) {
@@ -321,7 +323,7 @@ __device__ __forceinline__ void product(Reader<S>& reader, int& slot, Tokens<COL
         b[n][0] = x.x, b[n][1] = x.y, b[n][2] = x.z, b[n][3] = x.w;
         b[n][4] = y.x, b[n][5] = y.y, b[n][6] = y.z, b[n][7] = y.w;
       }
-      tokens.load(min(k + j + 1, last));
+      if (S::AHEAD) tokens.load(min(k + j + 1, last));
 #pragma unroll
       for (int i = 0; i < S::ROW_TILES; i++) {
         uint4 four = load_shared16(stage + (j * S::ROW_TILES + i) * WORD_BYTES + lane * 16);
@@ -415,6 +417,16 @@ __device__ __forceinline__ void compute(Reader<S>& reader, int& slot, const Work
   side.template finish<S, COLUMNS>(sums, reader.matrix, expert, row_tile, row, rows);
 }
 
+template <class S, int COLUMNS, class Side>
+__device__ __forceinline__ void compute_columns(Reader<S>& reader, int& slot, const Work& work, const Side& side,
+                                                int expert, int row_tile, int row, int rows) {
+  if (rows <= 8 * COLUMNS) {
+    compute<S, COLUMNS>(reader, slot, work, side, expert, row_tile, row, rows);
+  } else if constexpr (COLUMNS < S::MAX_COLUMNS) {
+    compute_columns<S, COLUMNS + 1>(reader, slot, work, side, expert, row_tile, row, rows);
+  }
+}
+
 template <class S, class Side>
 __device__ __forceinline__ void experts(const Work& work, const Matrix& matrix, const Side& side) {
   extern __shared__ __align__(128) char shared[];
@@ -449,22 +461,18 @@ __device__ __forceinline__ void experts(const Work& work, const Matrix& matrix, 
     int each = ((rows + found.parts - 1) / found.parts + 7) & ~7, first = found.part * each;
     int row = plan.row[entry] + first, tile = found.row_group * S::ROW_TILES;
     rows = min(each, rows - first);
-    if (rows <= 8) compute<S, 1>(reader, slot, work, side, expert, tile, row, rows);
-    if constexpr (S::MAX_COLUMNS >= 2)
-      if (rows > 8 && rows <= 16) compute<S, 2>(reader, slot, work, side, expert, tile, row, rows);
-    if constexpr (S::MAX_COLUMNS >= 3)
-      if (rows > 16 && rows <= 24) compute<S, 3>(reader, slot, work, side, expert, tile, row, rows);
-    if constexpr (S::MAX_COLUMNS >= 4)
-      if (rows > 24) compute<S, 4>(reader, slot, work, side, expert, tile, row, rows);
+    compute_columns<S, 1>(reader, slot, work, side, expert, tile, row, rows);
   }
 }
 
-#define EXPERTS(NAME, ROW_TILES, MAX_COLUMNS, DEPTH, STAGES, WARPS, BLOCKS)                                       \
-  extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS) gate_up_##NAME(Work work, Matrix matrix, GateUp side) { \
-    experts<Shape<ROW_TILES, MAX_COLUMNS, DEPTH, STAGES, WARPS>>(work, matrix, side);                             \
+#define EXPERTS(NAME, ROW_TILES, MAX_COLUMNS, DEPTH, STAGES, WARPS, BLOCKS, AHEAD)                                  \
+  extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS)                                                \
+      gate_up_##NAME(Work work, Matrix matrix, GateUp side) {                                                     \
+    experts<Shape<ROW_TILES, MAX_COLUMNS, DEPTH, STAGES, WARPS, AHEAD>>(work, matrix, side);                      \
   }                                                                                                               \
-  extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS) down_##NAME(Work work, Matrix matrix, Down side) { \
-    experts<Shape<ROW_TILES, MAX_COLUMNS, DEPTH, STAGES, WARPS>>(work, matrix, side);                             \
+  extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS)                                                \
+      down_##NAME(Work work, Matrix matrix, Down side) {                                                          \
+    experts<Shape<ROW_TILES, MAX_COLUMNS, DEPTH, STAGES, WARPS, AHEAD>>(work, matrix, side);                      \
   }
 
 // --- rows in order of experts ---------------------------------------------------------------------------------------
