@@ -79,7 +79,9 @@ def join_ray(address: str | None = "auto") -> None:
             ray.init(address=address, namespace=NAMESPACE, log_to_driver=False, logging_level=logging.WARNING)
     except (ConnectionError, RayError, ValueError) as error:
         where = "on this machine" if address == "auto" else f"at {address}"
-        raise EngineUnavailable(f"no Ray cluster answers {where}: {' '.join(str(error).split())}") from error
+        raise EngineUnavailable(
+            f"no Ray cluster answers {where}: {' '.join(str(error).split())}; start one with: glm5ray up"
+        ) from error
 
 
 @contextmanager

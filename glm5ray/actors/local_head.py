@@ -137,7 +137,9 @@ def require_answer(address: str, timeout_s: float = 3.0) -> None:
     try:
         socket.create_connection((host.strip("[]"), int(port)), timeout_s).close()
     except OSError as error:
-        raise EngineUnavailable(f"no Ray cluster answers at {address}: {error.strerror or error}") from error
+        raise EngineUnavailable(
+            f"no Ray cluster answers at {address}: {error.strerror or error}; start one with: glm5ray up"
+        ) from error
 
 
 def _remembered() -> Path:

@@ -127,17 +127,13 @@ class HttpActor:
             return
         client = RayEngineClient(self._spec.engine)
         self._server = HttpServer(self._app, drain_s=DRAIN_S, give_up=client.close)
-        tasks = [
-            asyncio.create_task(self._open(client)),
-            asyncio.create_task(watch_state(client, logger.warning, engine=self._spec.engine)),
-        ]
+        opening = asyncio.create_task(self._open(client))
         try:
             with bound:
                 if not self._is_stopped.is_set():
                     await self._server.serve(sockets=[bound])
         finally:
-            for task in tasks:
-                task.cancel()
+            opening.cancel()
             await client.close()
 
     async def _bind(self) -> socket.socket | None:
@@ -151,7 +147,7 @@ class HttpActor:
         return None
 
     async def _open(self, client: RayEngineClient) -> None:
-        """Puts the application in place once the engine answers."""
+        """Puts the application in place once the engine answers; then tells the log what becomes of it."""
         while True:
             try:
                 info = await client.info()
@@ -172,3 +168,4 @@ class HttpActor:
         self._app.app = app
         self._app.detail = "it answers requests"
         logger.info("serving %s at %s", self._names[0], spec.url)
+        await watch_state(client, logger.warning, engine=spec.engine)

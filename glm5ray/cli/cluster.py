@@ -46,7 +46,7 @@ def up_command(
             typer.echo(f"{file} is valid")
             return
         cluster_file.ray_up(file)
-        typer.echo(f"Next, on the head: ray attach {file}, then glm5ray status and glm5ray serve MODEL --address auto")
+        typer.echo(f"Next, on the head: ray attach {file}, then glm5ray status and glm5ray serve MODEL --detach")
         return
     if check:
         raise typer.BadParameter("names no file to check", param_hint="--check")
@@ -61,7 +61,7 @@ def up_command(
     )
     typer.echo(f"Ray runs at {head.address} (process {head.pid}, log {head.log})")
     typer.echo(f"Dashboard: {head.dashboard_url} (it asks for the token: ray get-auth-token)")
-    typer.echo("Next: glm5ray serve --address auto; end it with glm5ray down")
+    typer.echo("Next: glm5ray serve --detach; end all with glm5ray down")
 
 
 def status_command(address: options.Address = "auto", as_json: options.Json = False) -> None:

@@ -36,6 +36,11 @@ assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] 
 """
 
 
+def glm5ray(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [*COMMAND, *arguments, "--address", ray.get_runtime_context().gcs_address]
+    return subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=180, check=False)
+
+
 def environment() -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": str(ROOT), "RAY_AUTH_MODE": "disabled"}
 
@@ -88,12 +93,6 @@ def test_detached_it_goes_on_until_down():
     """Two ranks; neither the end of the command nor a second one for the same engine changes anything."""
     from glm5ray.actors.launch import list_all
 
-    address = ("--address", ray.get_runtime_context().gcs_address)
-
-    def glm5ray(*arguments: str) -> subprocess.CompletedProcess[str]:
-        command = [*COMMAND, *arguments, *address]
-        return subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=180, check=False)
-
     serve = ("serve", "--tp", "2", "--detach", "--engine", "stays", "--port", "0")
     started = glm5ray(*serve)
     try:
@@ -121,3 +120,36 @@ def test_detached_it_goes_on_until_down():
     assert list_all() == []
     with pytest.raises(httpx.ConnectError):
         httpx.get(f"{found[1]}/health")
+
+
+@pytest.mark.slow
+def test_what_cannot_be_served_is_told_and_nothing_stays(tmp_path: Path):
+    from glm5ray.actors.launch import list_all
+
+    failed = glm5ray("serve", str(tmp_path), "--detach", "--engine", "empty", "--port", "0")
+    assert failed.returncode == 1
+    assert "did not start" in failed.stderr
+    assert "config.json" in failed.stderr
+    assert list_all() == []
+
+
+@pytest.mark.slow
+def test_a_signal_while_it_loads_leaves_nothing():
+    from glm5ray.actors.launch import list_all
+
+    address = ray.get_runtime_context().gcs_address
+    arguments = ["serve", "--detach", "--engine", "early", "--port", "0", "--address", address]
+    process = subprocess.Popen([*COMMAND, *arguments], env=environment(), stderr=subprocess.PIPE, text=True)
+    try:
+        assert process.stderr is not None
+        assert any("the scheduler starts" in line for line in process.stderr)
+        process.send_signal(signal.SIGTERM)
+        rest = process.stderr.read()
+        assert process.wait(30) == 143, rest
+        assert "Traceback" not in rest
+        assert list_all() == []
+    finally:
+        process.kill()
+        process.wait(10)
+        if process.stderr is not None:
+            process.stderr.close()
