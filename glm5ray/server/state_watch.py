@@ -20,12 +20,17 @@ async def watch_state(
     client: EngineClient, tell: Callable[[str], None], *, engine: str = "default", interval_s: float = INTERVAL_S
 ) -> None:
     """Until it is cancelled. ``tell`` gets one line for each change of state: ``engine default: ready -> recovering
-    (workers are replaced: ...)``. An engine is taken to be ready at first."""
+    (workers are replaced: ...)``, and one for a recovery that took less than ``interval_s``. An engine is taken to be
+    ready at first."""
     state: str = EngineState.READY
+    epoch: int | None = None
     while True:
         try:
             status = await client.status()
             now, detail = status.state.value, status.detail
+            if now == state == EngineState.READY and epoch not in (None, status.epoch):
+                tell(f"engine {engine}: workers were replaced, {status.num_restarts} times by now")
+            epoch = status.epoch
         except Glm5RayError as error:
             now, detail = "unreachable", str(error)
         if now != state:

@@ -15,6 +15,8 @@ import httpx
 import openai
 import pytest
 
+from glm5ray.actors.spec import EngineSpec
+from glm5ray.config import load_config
 from glm5ray.errors import ConfigError
 from tests.actors import engines
 from tests.actors.engines import make_spec
@@ -23,13 +25,15 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
-    from glm5ray.actors.spec import EngineSpec
 
 pytestmark = [
     pytest.mark.ray,
     pytest.mark.usefixtures("ray_cluster"),
     pytest.mark.filterwarnings("ignore::ResourceWarning"),
 ]
+
+
+RESTARTS = "glm5ray:engine_restarts"
 
 
 def free_port() -> int:
@@ -158,6 +162,34 @@ def test_a_scheduler_that_dies_is_503_for_what_ran_and_comes_back(tmp_path: Path
         assert time.monotonic() - started_s < 30
         until(lambda: health(url) == 200, "the scheduler did not come back")
         assert complete(client, 20).usage.completion_tokens == 20
+
+
+@pytest.mark.slow
+def test_a_rank_that_hangs_is_not_healthy_within_five_seconds_and_the_answer_comes(tmp_path: Path):
+    """With the settings' limits; the watchdog ends the rank, and the answer is that of a run without a fault."""
+    for done in ("0", "1"):  # of the three faults, those before the hang
+        (tmp_path / done).touch()
+    hung = tmp_path / "2"
+    overrides = ["cache.num_pages=32", "model.device=cpu", "parallel.tp_size=2", "recovery.step_timeout_s=9"]
+    config = load_config(None, overrides)
+    spec = EngineSpec(engine="hangs", config=config, make_executor=partial(engines.faulty, str(tmp_path), 3))
+    texts = []
+
+    def ask() -> None:
+        answer = client.completions.create(model="nano", prompt="The sky is", max_tokens=24, temperature=0.0)
+        texts.append(answer.choices[0].text)
+
+    with served(spec) as url, sdk(url) as client:
+        asking = threading.Thread(target=ask)
+        asking.start()
+        until(hung.exists, "the rank did not hang")
+        until(lambda: health(url) == 503, "a hang is well", timeout_s=5.0)
+        asking.join(60)
+        until(lambda: health(url) == 200, "it is well again")
+        ask()
+        assert texts[0] == texts[1]
+        (status,) = [line for line in httpx.get(f"{url}/metrics").text.splitlines() if line.startswith(RESTARTS)]
+        assert float(status.rpartition(" ")[2]) == 1
 
 
 @pytest.mark.slow
