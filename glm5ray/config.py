@@ -36,6 +36,9 @@ _HIGHEST: dict[str, int] = {
     "cache.num_pages": 2**31 - 1,
     "cache.cpu_memory_gib": 2**20,
     "runner.max_graph_seqs": 2**20,
+    "parallel.cpu_threads": 2**12,
+    "recovery.start_timeout_s": 2**20,
+    "recovery.load_timeout_s": 2**20,
     "recovery.step_timeout_s": 2**20,
     "recovery.stalled_after_s": 2**20,
     "scheduler.max_num_seqs": 2**20,
@@ -85,6 +88,9 @@ class ParallelSection:
     ranks_per_gpu: int = 1
     """Above 1: so many ranks share each GPU, with gloo instead of NCCL, which refuses that. To try a layout on fewer
     GPUs than it needs; it is slow."""
+    cpu_threads: int | Auto = "auto"
+    """Threads with which PyTorch computes on the CPU in each rank (engines in Ray; OMP_NUM_THREADS does not count, for
+    Ray sets it); auto: the cores of a machine shared among its ranks."""
 
     @property
     def world_size(self) -> int:
@@ -147,8 +153,12 @@ class RunnerSection:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RecoverySection:
-    """When a step counts as one that hangs."""
+    """When a start or a step counts as one that hangs."""
 
+    start_timeout_s: float = 120.0
+    """Seconds for the processes of all ranks to come up, and again for them to meet (engines in Ray)."""
+    load_timeout_s: float = 3600.0
+    """Seconds for all ranks to load the model (engines in Ray): 400 GB from a slow disk take this long."""
     step_timeout_s: float = 300.0
     """Seconds after which the workers of a step that has not ended are replaced (engines in Ray). Long enough for
     kernels that compile in their first step."""

@@ -5,6 +5,7 @@
     ├── CheckpointError    a checkpoint folder: names the file, the tensor, what was expected and what was found
     ├── RequestError       one request: becomes an error line or an HTTP 400; the others go on
     │   └── CapacityError  a request that could never fit the limits of this engine
+    ├── ChannelError       what came over a rank's connection, or did not: the rank is replaced
     └── WorkerDied         a rank ended; in one process its requests end with an error and a new LLM is needed
 
 Users' mistakes raise these. What only a bug of ours can break is an ``assert`` with the values in its message.
@@ -53,6 +54,10 @@ class RequestError(Glm5RayError):
 
 class CapacityError(RequestError):
     """A request that could never fit: refused when it is submitted, not when its turn comes."""
+
+
+class ChannelError(Glm5RayError):
+    """The connection between scheduler and rank broke, or something came over it that has no place there."""
 
 
 class WorkerDied(Glm5RayError):

@@ -371,6 +371,27 @@ class Capacity:
 # --- wire format ------------------------------------------------------------------------------------------------------
 
 
+class Hello(NamedTuple):
+    """The first message of a rank."""
+
+    epoch: int
+    rank: int
+
+
+def encode_hello(hello: Hello) -> bytes:
+    return _pack([PROTOCOL_VERSION, "hello", *hello])
+
+
+def decode_hello(data: bytes) -> Hello:
+    """Raises ``ValueError`` for a message of another version, or another message."""
+    version, *rest = msgpack.unpackb(data)
+    _check_version(version)
+    word, epoch, rank = rest
+    if word != "hello":
+        raise ValueError(f"{word!r} where hello was due")
+    return Hello(epoch, rank)
+
+
 def encode_step(step: StepInput) -> bytes:
     """Columns as raw little-endian int64, the rest as msgpack."""
     head = [PROTOCOL_VERSION, step.epoch, step.step_id, [_plain(seq) for seq in step.new_sequences]]

@@ -20,6 +20,7 @@ from glm5ray.protocol import Capacity, StepOutput
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from glm5ray.actors.rank_environment import Assignment
     from glm5ray.engine.executor import Executor
     from glm5ray.protocol import StepInput
 
@@ -49,10 +50,10 @@ class _Done:
 class FixedTokensActor(WorkerActor):
     """Has the loop and the socket of its parent; loads nothing and meets nobody."""
 
-    def open_meeting(self) -> tuple[str, int]:
-        return "", 0
+    def open_meeting(self, host: str) -> tuple[str, int]:
+        return host, 0
 
-    def load(self, meeting: tuple[str, int]) -> Capacity:
+    def load(self, assignment: Assignment) -> Capacity:
         self._worker = _FixedTokens()
         return _CAPACITY
 

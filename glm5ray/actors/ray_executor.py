@@ -1,4 +1,4 @@
-"""RayExecutor: ranks as actors in one placement group; steps go to them over ZeroMQ, Ray watches over them.
+"""RayExecutor: ranks as actors in one placement group; steps go to them over the channel, Ray watches over them.
 
 Used by one thread, the engine's.
 """
@@ -8,31 +8,32 @@ from __future__ import annotations
 import logging
 import time
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import ray
-import zmq
-from ray.exceptions import GetTimeoutError, RayError, RayTaskError
-from ray.util import get_placement_group, placement_group, remove_placement_group
+from ray.exceptions import RayError, RayTaskError
+from ray.util import remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from glm5ray.actors.channel import LOOPBACK, SchedulerEnd
 from glm5ray.actors.names import NAMESPACE, group_name, worker_name
-from glm5ray.actors.worker_actor import Line, WorkerActor
-from glm5ray.errors import ConfigError, Glm5RayError, WorkerDied
-from glm5ray.protocol import decode_output, encode_step, merge_outputs
+from glm5ray.actors.placement import Seat, deal_devices, place, seats_of
+from glm5ray.actors.rank_environment import Assignment
+from glm5ray.actors.worker_actor import CONTROL_GROUP, CONTROL_THREADS, WorkerActor
+from glm5ray.errors import ChannelError, Glm5RayError, WorkerDied
+from glm5ray.protocol import encode_step, merge_outputs
 
 if TYPE_CHECKING:
     from glm5ray.actors.spec import EngineSpec
+    from glm5ray.config import EngineConfig
     from glm5ray.protocol import Capacity, StepInput, StepOutput
 
 logger = logging.getLogger(__name__)
 
-PLACEMENT_TIMEOUT_S = 15.0
-START_TIMEOUT_S = 120.0
-"""For a process with torch to come up."""
-LOAD_TIMEOUT_S = 3600.0
 WATCH_EVERY_S = 0.05
 """How often a wait looks whether everyone is alive."""
+LAST_WORDS_S = 2.0
+"""How long Ray may take to say what a rank died of whose connection broke, and a rank to end that was told to."""
 
 
 class _Pending:
@@ -45,8 +46,8 @@ class _Pending:
 
 
 class RayExecutor:
-    """Ranks are replaced together, in the same placement group; those of an earlier epoch have sockets of their own,
-    which are closed, so nothing that they say late is heard."""
+    """Ranks are replaced together, in the same placement group; those of an earlier epoch have connections of their
+    own, which are closed, so nothing that they say late is heard."""
 
     def __init__(self, spec: EngineSpec, epoch: int, *, worker_class: type = WorkerActor) -> None:
         """``worker_class`` has the methods of :class:`WorkerActor`."""
@@ -57,61 +58,74 @@ class RayExecutor:
         self._size = parallel.world_size
         self._answering = [group * parallel.tp_size for group in range(parallel.dp_size)]
         device = spec.config.model.device
-        share = 1 / parallel.ranks_per_gpu
-        has_gpus = ray.cluster_resources().get("GPU", 0) >= self._size * share
-        self._gpus_each = share if device == "cuda" or (device == "auto" and has_gpus) else 0
+        if device == "auto":
+            device = "cuda" if ray.cluster_resources().get("GPU", 0) else "cpu"
+        self._gpus_each = 1 / parallel.ranks_per_gpu if device == "cuda" else 0
+        self._config = replace(spec.config, model=replace(spec.config.model, device=device))
+        self._capacity: Capacity | None = None
         self._workers: list[Any] = []
         self._runs: list[Any] = []
-        self._sockets: list[zmq.Socket[bytes]] = []
+        self._ends: list[SchedulerEnd] = []
         self._group: Any = None
 
     def start(self) -> Capacity:
         """Raises :class:`ConfigError` if the cluster has no room, and what a rank raised while it loaded."""
-        self._group = self._place()
-        return self._launch()
+        bundle = {"CPU": 1.0} | ({"GPU": self._gpus_each} if self._gpus_each else {})
+        self._group = place(group_name(self._spec.engine), self._size, bundle)
+        self._capacity = self._launch(self._config)
+        return self._capacity
 
     def restart(self, epoch: int) -> Capacity:
         self._kill()
         self._epoch = epoch
+        before = self._capacity
+        assert before is not None, "restart() before start()"
+        # not what would fit now: the scheduler goes on with the pages that it has
+        config = replace(self._config, cache=replace(self._config.cache, num_pages=before.num_pages))
         try:
-            return self._launch()
+            capacity = self._launch(config)
         except Glm5RayError as error:
             raise WorkerDied(f"the workers of epoch {epoch} did not come up: {error}") from error
+        if capacity != before:
+            raise WorkerDied(f"the workers of epoch {epoch} hold {capacity}, and those before held {before}")
+        return capacity
 
     def submit(self, step: StepInput) -> _Pending:
-        """Raises :class:`WorkerDied` if a rank ended, or is not connected in time: a socket without its peer would
-        block for ever."""
+        """Raises :class:`WorkerDied` if a rank has ended or hung up."""
         data = encode_step(step)
-        until_s = time.monotonic() + self._spec.config.recovery.step_timeout_s
-        for rank, socket in enumerate(self._sockets):
-            while not socket.poll(int(WATCH_EVERY_S * 1000), zmq.POLLOUT):
-                self._watch()
-                if time.monotonic() > until_s:
-                    raise WorkerDied(f"rank {rank} does not take step {step.step_id}")
-            socket.send(data, zmq.DONTWAIT)
+        try:
+            for end in self._ends:
+                end.send(data)
+        except ChannelError as error:
+            self._fail(error)
         return _Pending(self, step)
 
     def receive(self, step: StepInput) -> StepOutput:
         """Waits for the answers: rank 0's, or that of each data-parallel group's first rank. Raises
         :class:`WorkerDied` if a rank ended, or if one does not answer in time."""
-        until_s = time.monotonic() + self._spec.config.recovery.step_timeout_s
-        return merge_outputs([self._receive_from(rank, step, until_s) for rank in self._answering])
+        until_s = time.monotonic() + self._config.recovery.step_timeout_s
+        try:
+            return merge_outputs([self._receive_from(self._ends[rank], step, until_s) for rank in self._answering])
+        except ChannelError as error:
+            self._fail(error)
 
-    def _receive_from(self, rank: int, step: StepInput, until_s: float) -> StepOutput:
-        socket, timeout_s = self._sockets[rank], self._spec.config.recovery.step_timeout_s
-        while True:
-            if socket.poll(int(WATCH_EVERY_S * 1000)):
-                output = decode_output(socket.recv())
-                if (output.epoch, output.step_id) != (step.epoch, step.step_id):
-                    raise WorkerDied(
-                        f"rank {rank} answered step {output.step_id} of epoch {output.epoch}, not {step.step_id}"
-                    )
-                return output
-            self._watch()
+    def _receive_from(self, end: SchedulerEnd, step: StepInput, until_s: float) -> StepOutput:
+        while (output := end.receive(step, WATCH_EVERY_S)) is None:
+            self.check()
             if time.monotonic() > until_s:
-                raise WorkerDied(f"step {step.step_id} did not end within {timeout_s:.0f} s")
+                timeout_s = self._config.recovery.step_timeout_s
+                raise WorkerDied(f"rank {end.rank} did not answer step {step.step_id} within {timeout_s:g} s")
+        return output
+
+    def check(self) -> None:
+        """Raises :class:`WorkerDied` if a rank's ``run()`` has ended."""
+        self._check(0.0)
 
     def shutdown(self) -> None:
+        """Ranks that do not end by themselves are ended."""
+        stops = [worker.stop.remote() for worker in self._workers if self._runs]
+        if stops:
+            ray.wait(self._runs, num_returns=len(self._runs), timeout=LAST_WORDS_S)
         self._kill()
         if self._group is not None:
             remove_placement_group(self._group)
@@ -119,43 +133,37 @@ class RayExecutor:
 
     # --- one incarnation --------------------------------------------------------------------------------------------
 
-    def _place(self) -> Any:
-        """The placement group of this engine. One that Ray still holds for a scheduler that died is taken over."""
-        name = group_name(self._spec.engine)
-        bundle = {"CPU": 1.0} | ({"GPU": self._gpus_each} if self._gpus_each else {})
-        try:
-            group = get_placement_group(name)
-            if group.bundle_specs != [bundle] * self._size:
-                remove_placement_group(group)  # of an engine of another layout that had the name
-                raise ValueError(f"{name} has bundles {group.bundle_specs}")
-        except ValueError:
-            group = placement_group([bundle] * self._size, strategy="PACK", name=name)
-        try:
-            ray.get(group.ready(), timeout=PLACEMENT_TIMEOUT_S)
-        except GetTimeoutError as error:
-            remove_placement_group(group)
-            free, total = ray.available_resources(), ray.cluster_resources()
-            need = " and ".join(f"{number:g} {kind}" for kind, number in bundle.items())
-            have = ", ".join(f"{free.get(kind, 0):g} of {total.get(kind, 0):g} {kind}s" for kind in bundle)
-            raise ConfigError(
-                f"the engine needs {self._size} times {need}, and the cluster has {have} free; "
-                "stop another engine (glm5ray status lists them), or lower parallel.tp_size, ep_size or dp_size"
-            ) from error
-        return group
-
-    def _launch(self) -> Capacity:
-        spec = self._spec
-        self._workers = [self._make_worker(rank) for rank in range(self._size)]
-        meeting = self._all([self._workers[0].open_meeting.remote()], START_TIMEOUT_S)[0]
-        capacities = self._all([worker.load.remote(meeting) for worker in self._workers], LOAD_TIMEOUT_S)
-        lines = [self._open_line() for _ in self._workers]
-        self._runs = [worker.run.remote(line) for worker, line in zip(self._workers, lines, strict=True)]
-        logger.info("engine=%s epoch=%d ranks=%d ready", spec.engine, self._epoch, self._size)
+    def _launch(self, config: EngineConfig) -> Capacity:
+        """In phases, each with a limit: all processes are up; they meet and load; each has said hello."""
+        limits, began_s = config.recovery, time.monotonic()
+        seats = seats_of(self._group)
+        self._workers = [self._make_worker(rank, seat, config) for rank, seat in enumerate(seats)]
+        arrivals = self._all([worker.arrive.remote() for worker in self._workers], limits.start_timeout_s, "start")
+        up_s = time.monotonic()
+        in_one_place = len({seat.node_id for seat in seats}) == 1
+        addresses = [LOOPBACK if in_one_place else seat.node_ip for seat in seats]
+        opened = [self._workers[0].open_meeting.remote(addresses[0])]
+        meeting = self._all(opened, limits.start_timeout_s, "open the meeting")[0]
+        nodes = [seat.node_id for seat in seats]
+        devices = deal_devices(seats, [arrival.gpu_id for arrival in arrivals])
+        assignments = [
+            Assignment(meeting, device, nodes.count(node), address)
+            for device, node, address in zip(devices, nodes, addresses, strict=True)
+        ]
+        loading = [worker.load.remote(one) for worker, one in zip(self._workers, assignments, strict=True)]
+        capacities = self._all(loading, limits.load_timeout_s, "load the model")
+        self._connect(seats, limits.start_timeout_s)
+        logger.info(
+            "engine=%s epoch=%d ranks=%d pids=%s devices=%s seconds_up=%.1f seconds_load=%.1f",
+            *(self._spec.engine, self._epoch, self._size, [arrival.pid for arrival in arrivals], devices),
+            *(up_s - began_s, time.monotonic() - up_s),
+        )
         return replace(capacities[0], num_pages=min(capacity.num_pages for capacity in capacities))
 
-    def _make_worker(self, rank: int) -> Any:
+    def _make_worker(self, rank: int, seat: Seat, config: EngineConfig) -> Any:
         spec = self._spec
-        actor = ray.remote(self._worker_class).options(
+        remote: Any = ray.remote  # its types know of no concurrency_groups
+        actor = remote(concurrency_groups={CONTROL_GROUP: CONTROL_THREADS})(self._worker_class).options(
             name=worker_name(spec.engine, rank, self._epoch),
             namespace=NAMESPACE,
             num_cpus=0,
@@ -163,26 +171,34 @@ class RayExecutor:
             max_restarts=0,
             # every rank sees all GPUs and takes its own: NCCL is slow, or hangs, where the others are hidden
             runtime_env={"env_vars": {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}} if self._gpus_each else {},
-            scheduling_strategy=PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=rank),
+            scheduling_strategy=PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=seat.bundle),
         )
-        return actor.remote(spec.engine, spec.config, rank, self._size, self._epoch)
+        return actor.remote(spec.engine, config, rank, self._size, self._epoch)
 
-    def _open_line(self) -> Line:
-        server_key, server_secret = zmq.curve_keypair()
-        socket = zmq.Context.instance().socket(zmq.DEALER)
-        socket.setsockopt(zmq.LINGER, 0)
-        socket.setsockopt(zmq.SNDHWM, 0)
-        socket.setsockopt(zmq.RCVHWM, 0)
-        socket.curve_server = True
-        socket.curve_publickey, socket.curve_secretkey = server_key, server_secret
-        host = ray.util.get_node_ip_address()
-        port = socket.bind_to_random_port(f"tcp://{host}")
-        self._sockets.append(socket)
-        return Line(f"tcp://{host}:{port}", server_key, *zmq.curve_keypair())
+    def _connect(self, seats: list[Seat], timeout_s: float) -> None:
+        """Starts the ranks' loops; returns when each has connected and said who it is."""
+        here, own_ip = ray.get_runtime_context().get_node_id(), ray.util.get_node_ip_address()
+        for rank, seat in enumerate(seats):
+            host = LOOPBACK if seat.node_id == here else own_ip
+            self._ends.append(SchedulerEnd(rank, self._epoch, host))
+        self._runs = [worker.run.remote(end.line) for worker, end in zip(self._workers, self._ends, strict=True)]
+        until_s = time.monotonic() + timeout_s
+        try:
+            for end in self._ends:
+                while not end.has_hello(WATCH_EVERY_S):
+                    self.check()
+                    if time.monotonic() > until_s:
+                        raise WorkerDied(f"rank {end.rank} did not connect within {timeout_s:g} s")
+        except ChannelError as error:
+            self._fail(error)
 
-    def _watch(self) -> None:
-        """Raises :class:`WorkerDied` if a rank's ``run()`` has ended."""
-        ended, _ = ray.wait(self._runs, num_returns=1, timeout=0)
+    def _fail(self, error: ChannelError) -> NoReturn:
+        """A connection breaks when its rank dies: what it died of says more."""
+        self._check(LAST_WORDS_S)
+        raise WorkerDied(str(error)) from error
+
+    def _check(self, timeout_s: float) -> None:
+        ended, _ = ray.wait(self._runs, num_returns=1, timeout=timeout_s)
         if not ended:
             return
         rank = self._runs.index(ended[0])
@@ -194,7 +210,7 @@ class RayExecutor:
             raise WorkerDied(f"rank {rank} died: {' '.join(str(error).split())[:500]}") from error
         raise WorkerDied(f"rank {rank} left its loop")
 
-    def _all(self, refs: list[Any], timeout_s: float) -> list[Any]:
+    def _all(self, refs: list[Any], timeout_s: float, what: str) -> list[Any]:
         """All answers, in order; the first failure is raised without waiting for the others, who may wait for it."""
         until_s = time.monotonic() + timeout_s
         left = refs
@@ -202,7 +218,8 @@ class RayExecutor:
             while left:
                 done, left = ray.wait(left, num_returns=1, timeout=max(0.0, until_s - time.monotonic()))
                 if not done:
-                    raise WorkerDied(f"{len(left)} of {self._size} ranks did not come up within {timeout_s:.0f} s")
+                    late = [rank for rank, ref in enumerate(refs) if ref in left]
+                    raise WorkerDied(f"ranks {late} of {self._size} did not {what} within {timeout_s:g} s")
                 ray.get(done)
             return ray.get(refs)
         except RayTaskError as error:
@@ -213,13 +230,13 @@ class RayExecutor:
 
     def _kill(self) -> None:
         """Ends every rank, whatever it does: the peers of a dead one hang in their collectives."""
-        for socket in self._sockets:
-            socket.close()
+        for end in self._ends:
+            end.close()
         for worker in self._workers:
             ray.kill(worker, no_restart=True)
         if self._runs:
             ray.wait(self._runs, num_returns=len(self._runs), timeout=10.0)
-        self._sockets, self._workers, self._runs = [], [], []
+        self._ends, self._workers, self._runs = [], [], []
 
 
 def ray_executor(spec: EngineSpec, epoch: int) -> RayExecutor:

@@ -1,33 +1,51 @@
-"""One rank of an engine as an actor: a worker and a socket."""
+"""One rank of an engine as an actor: a worker and its end of the step channel.
+
+``load`` and ``run`` are called once each, in the actor's one ordinary thread; the methods of the group ``ctl`` answer
+beside them, also while a step runs or hangs.
+"""
 
 from __future__ import annotations
 
 import logging
-from datetime import timedelta
-from typing import TYPE_CHECKING, Any, NamedTuple
+import os
+import socket
+from typing import TYPE_CHECKING, NamedTuple
 
 import ray
-import zmq
 
-from glm5ray.protocol import decode_step, encode_output
+from glm5ray.actors.channel import RankEnd
+from glm5ray.actors.local_head import home
+from glm5ray.actors.rank_control import RankControl, RankStats, device_memory_bytes, process_memory_bytes
+from glm5ray.actors.rank_environment import (
+    Assignment,
+    backend_of,
+    choose_interface,
+    join_groups,
+    num_cores,
+    num_threads,
+    open_store,
+    prepare_thread,
+)
+from glm5ray.engine.core import collect_garbage_rarely
 
 if TYPE_CHECKING:
+    from glm5ray.actors.channel import Line
     from glm5ray.config import EngineConfig
     from glm5ray.parallel import ParallelContext
     from glm5ray.protocol import Capacity, StepInput
 
-MEETING_TIMEOUT_S = 120.0
-"""All ranks are processes that run already when they are asked to meet."""
+CONTROL_GROUP = "ctl"
+CONTROL_THREADS = 2
+"""One may wait for a profile while another answers."""
+LISTEN_S = 0.2
+"""How long the loop waits for a step before it looks whether it shall end."""
 
 
-class Line(NamedTuple):
-    """Where a rank's steps come from. The keys are those of CurveZMQ: they travel through Ray, so nobody else can read
-    a step or send one."""
+class Arrival(NamedTuple):
+    """What a process says when it is up."""
 
-    address: str
-    server_key: bytes
-    public_key: bytes
-    secret_key: bytes
+    gpu_id: int | None
+    pid: int
 
 
 class WorkerActor:
@@ -35,79 +53,121 @@ class WorkerActor:
     :meth:`run` or the call, and with it the whole group."""
 
     def __init__(self, engine: str, config: EngineConfig, rank: int, size: int, epoch: int) -> None:
+        """``config.model.device`` is decided: cpu or cuda."""
         logging.basicConfig(level=logging.INFO, format=f"%(levelname)s %(name)s {engine} rank {rank}: %(message)s")
         self._engine = engine
         self._config = config
         self._rank = rank
         self._size = size
         self._epoch = epoch
+        self._device_index: int | None = None
+        self._num_threads = 0
+        self._channel: RankEnd | None = None
+        self._control = RankControl()
 
     def __repr__(self) -> str:
         return f"glm5ray {self._engine}: rank {self._rank} of {self._size}"
 
-    def open_meeting(self) -> tuple[str, int]:
+    def arrive(self) -> Arrival:
+        """The first call: it returns when the process is up."""
+        on_gpu = self._config.model.device == "cuda"
+        return Arrival(int(ray.get_gpu_ids()[0]) if on_gpu else None, os.getpid())
+
+    def open_meeting(self, host: str) -> tuple[str, int]:
         """Rank 0: the address at which the ranks meet. It is open before anyone is told of it."""
-        host = ray.util.get_node_ip_address()
-        self._store = _store(host, 0, is_master=True)
+        self._store = open_store(host, 0, is_master=True, timeout_s=self._config.recovery.start_timeout_s)
         return host, self._store.port
 
-    def load(self, meeting: tuple[str, int]) -> Capacity:
+    def load(self, assignment: Assignment) -> Capacity:
         """Meets the other ranks, and reads this rank's part of the weights."""
-        import torch
-
         from glm5ray.parallel import ParallelContext
         from glm5ray.worker.worker import Worker
 
-        if gpu_ids := ray.get_gpu_ids():
-            torch.cuda.set_device(int(gpu_ids[0]))
-        parallel = self._meet(meeting) if self._size > 1 else ParallelContext()
+        self._device_index = assignment.device_index
+        self._num_threads = num_threads(self._config.parallel.cpu_threads, num_cores(), assignment.ranks_on_node)
+        prepare_thread(self._device_index, self._num_threads)
+        parallel = self._meet(assignment) if self._size > 1 else ParallelContext()
         self._worker = Worker.load(self._config, parallel, epoch=self._epoch)
         return self._worker.capacity
 
-    def _meet(self, meeting: tuple[str, int]) -> ParallelContext:
-        import torch
-        import torch.distributed as dist
-
-        from glm5ray.parallel import ParallelContext
-
-        store = self._store if self._rank == 0 else _store(*meeting, is_master=False)
-        has_gpu = torch.cuda.is_available() and self._config.model.device != "cpu"
-        backend = "nccl" if has_gpu and self._config.parallel.ranks_per_gpu == 1 else "gloo"
-        dist.init_process_group(backend, store=store, rank=self._rank, world_size=self._size)
-        tp_size = self._config.parallel.tp_size
-        tp_group = dist.group.WORLD
-        for first in range(0, self._size, tp_size) if 1 < tp_size < self._size else ():
-            ranks = list(range(first, first + tp_size))
-            group = dist.new_group(ranks)  # every rank makes every group
-            tp_group = group if self._rank in ranks else tp_group
-        sizes = self._config.parallel
-        return ParallelContext.of_rank(
-            self._rank, tp_size, sizes.ep_size, tp_group, dist.group.WORLD, dp_size=sizes.dp_size
-        )
+    def _meet(self, assignment: Assignment) -> ParallelContext:
+        choose_interface(assignment.node_ip)
+        backend = backend_of(assignment.device_index, self._config.parallel.ranks_per_gpu)
+        timeout_s = self._config.recovery.start_timeout_s
+        is_first = self._rank == 0
+        store = self._store if is_first else open_store(*assignment.meeting, is_master=False, timeout_s=timeout_s)
+        return join_groups(self._rank, self._config.parallel, store, backend)
 
     def run(self, line: Line) -> None:
-        """Computes step after step, for ever. Rank 0 answers; of several data-parallel groups the first of each."""
+        """Computes step after step until it is told to stop. Rank 0 answers; of several data-parallel groups the first
+        rank of each."""
         from glm5ray.worker.step_loop import compute_steps
 
+        if self._num_threads:  # a rank without a model needs no PyTorch
+            prepare_thread(self._device_index, self._num_threads)
         sizes = self._config.parallel
         answers = self._rank in range(0, sizes.dp_size * sizes.tp_size, sizes.tp_size)
-        socket = zmq.Context.instance().socket(zmq.DEALER)
-        socket.setsockopt(zmq.LINGER, 0)
-        socket.curve_serverkey, socket.curve_publickey, socket.curve_secretkey = line[1:]
-        socket.connect(line.address)
+        collect_garbage_rarely()
+        self._channel = channel = RankEnd(line, self._rank, self._epoch)
+        try:
+            for output in compute_steps(self._worker, self._receive):
+                self._control.end()
+                if answers:
+                    channel.send(output)
+        finally:
+            channel.close()
 
-        def receive(waits: bool) -> StepInput | None:
-            return decode_step(socket.recv()) if waits or socket.poll(0) else None
+    def _receive(self, waits: bool) -> StepInput | None:
+        """``waits``: until there is a step, or the loop shall end; then there is none."""
+        assert self._channel is not None
+        control = self._control
+        while not (waits and control.is_stopping):
+            step = self._channel.receive(LISTEN_S if waits else 0.0)
+            if step is not None:
+                control.begin(step)
+                return step
+            if not waits:
+                return None
+            control.idle()
+        return None
 
-        for output in compute_steps(self._worker, receive):
-            if answers:
-                socket.send(encode_output(output))
+    # --- the control group: beside run() ------------------------------------------------------------------------------
 
+    @ray.method(concurrency_group=CONTROL_GROUP)
+    def ping(self) -> tuple[int, int]:
+        """Rank and epoch. That it answers says that the process lives, not that its loop turns."""
+        return self._rank, self._epoch
 
-def _store(host: str, port: int, *, is_master: bool) -> Any:
-    import torch.distributed as dist
+    @ray.method(concurrency_group=CONTROL_GROUP)
+    def stats(self) -> RankStats:
+        """Of this moment."""
+        control, channel = self._control, self._channel
+        allocated, peak = device_memory_bytes(self._device_index)
+        return RankStats(
+            rank=self._rank,
+            epoch=self._epoch,
+            pid=os.getpid(),
+            host=socket.gethostname(),
+            device="cpu" if self._device_index is None else f"cuda:{self._device_index}",
+            step_id=control.step_id,
+            num_steps=control.num_steps,
+            seconds_in_step=control.seconds_in_step,
+            num_waiting=channel.num_waiting if channel is not None else 0,
+            memory_bytes=process_memory_bytes(),
+            device_memory_bytes=allocated,
+            device_memory_peak_bytes=peak,
+        )
 
-    timeout = timedelta(seconds=MEETING_TIMEOUT_S)
-    return dist.TCPStore(  # pyright: ignore[reportPrivateImportUsage]
-        host, port, is_master=is_master, wait_for_workers=False, timeout=timeout
-    )
+    @ray.method(concurrency_group=CONTROL_GROUP)
+    def profile(self, num_steps: int, timeout_s: float) -> str:
+        """Records the next ``num_steps`` steps with PyTorch's profiler; returns the path of a trace for Perfetto, on
+        this rank's machine. Raises ``TimeoutError`` if they do not come within ``timeout_s``."""
+        name = f"{self._engine}-epoch{self._epoch}-rank{self._rank}-step{self._control.step_id + 1}.json.gz"
+        path = home() / "traces" / name
+        self._control.profile(num_steps, path, timeout_s)
+        return str(path)
+
+    @ray.method(concurrency_group=CONTROL_GROUP)
+    def stop(self) -> None:
+        """:meth:`run` returns after the step that runs."""
+        self._control.is_stopping = True

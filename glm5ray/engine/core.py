@@ -23,6 +23,8 @@ logger = logging.getLogger(__name__)
 
 MAX_RESTARTS_IN_A_ROW = 3
 """Restarts of the workers after which no step came to its end: then the engine gives up."""
+LIVED_S = 10.0
+"""Workers that die without a step, but not before this age, are no sign that new ones would die as well."""
 MAX_EXPLAINED_QUARANTINES = 2
 """A request that was quarantined meanwhile explains three such restarts; but if it goes on like that, it is the engine
 that kills its workers, and not the requests."""
@@ -95,6 +97,7 @@ class EngineCore:
         self._events: list[TokenEvent] = []
         self._num_restarts_in_a_row = 0
         self._num_quarantined_in_a_row = 0
+        self._came_up_s = time.monotonic()
 
     @property
     def has_work(self) -> bool:
@@ -127,6 +130,18 @@ class EngineCore:
             self._recover(error)
         events, self._events = self._events, []
         return events
+
+    def check_workers(self) -> None:
+        """For times in which there is no step to do: replaces workers if one of them has died. Raises
+        :class:`WorkerDied` if they could not be replaced; then there is no further step."""
+        if not isinstance(self._executor, RestartableExecutor):
+            return
+        try:
+            self._executor.check()
+        except WorkerDied as error:
+            if time.monotonic() - self._came_up_s > LIVED_S:
+                self._num_restarts_in_a_row = 0
+            self._recover(error)
 
     def _turn(self) -> None:
         self._finish_until(left=1)  # more are left only by a turn that was interrupted while it waited
@@ -177,6 +192,7 @@ class EngineCore:
         quarantined = self.scheduler.restart(self.epoch)
         self._num_quarantined_in_a_row += len({event.request_id for event in quarantined})
         self._events += quarantined
+        self._came_up_s = time.monotonic()
         self.is_recovering = False
 
     def shutdown(self) -> None:

@@ -29,6 +29,9 @@ STALLED_AFTER_S = 4.0
 """A step of this age makes the status say so, long before the watchdog ends the worker: a load balancer asks every few
 seconds."""
 
+CHECK_EVERY_S = 1.0
+"""How often the workers are looked after while there is nothing to do."""
+
 _NO_STATS = SchedulerStats(
     num_running=0,
     num_waiting=0,
@@ -210,11 +213,15 @@ class EngineLoop:
     def _turn_until_stopped(self, core: EngineCore) -> None:
         while True:
             with self._changed:
-                self._changed.wait_for(
-                    lambda: self._inbox or core.has_work or self._refused or self._state is EngineState.STOPPED
+                has_news = self._changed.wait_for(
+                    lambda: self._inbox or core.has_work or self._refused or self._state is EngineState.STOPPED,
+                    CHECK_EVERY_S,
                 )
                 if self._state is EngineState.STOPPED:
                     return
+            if not has_news:
+                core.check_workers()
+                continue
             while self._inbox:
                 self._inbox.popleft()(core)
             events, self._refused = self._refused, []

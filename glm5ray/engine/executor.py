@@ -49,8 +49,12 @@ class RestartableExecutor(Executor, Protocol):
     def restart(self, epoch: int) -> Capacity:
         """Ends every worker, whatever it does, and starts incarnation ``epoch``. Steps in flight are lost.
 
-        The capacity is at least that of before. Raises :class:`WorkerDied` if the new workers do not come up either;
-        it may be called again, with a higher epoch."""
+        The capacity is that of before. Raises :class:`WorkerDied` if the new workers do not come up either, or hold
+        less; it may be called again, with a higher epoch."""
+        ...
+
+    def check(self) -> None:
+        """Raises :class:`WorkerDied` if a worker has ended. Returns at once; for times in which no step runs."""
         ...
 
 

@@ -30,14 +30,12 @@ class Launcher(Protocol):
 
 
 def compute_steps(worker: Launcher, receive: Callable[[bool], StepInput | None]) -> Iterator[StepOutput]:
-    """Outputs of the steps that ``receive`` gives, in their order, for ever.
+    """Outputs of the steps that ``receive`` gives, in their order.
 
-    ``receive(True)`` waits for a step; ``receive(False)`` is ``None`` if none is there. A step that arrives while one
-    runs on a GPU is launched behind it, before the output of the first is waited for. On a CPU a launch is the whole
-    step, which is then done."""
-    while True:
-        step = receive(True)
-        assert step is not None, "receive(True) gave no step"
+    ``receive(True)`` waits for a step, and ends the loop with ``None``; ``receive(False)`` is ``None`` if no step is
+    there. A step that arrives while one runs on a GPU is launched behind it, before the output of the first is waited
+    for. On a CPU a launch is the whole step, which is then done."""
+    while (step := receive(True)) is not None:
         running: Running | None = worker.launch(step)
         while running is not None:
             behind = None

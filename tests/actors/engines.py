@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from glm5ray.actors.ray_executor import RayExecutor
 from glm5ray.actors.spec import EngineSpec
-from glm5ray.actors.worker_actor import Line, WorkerActor
+from glm5ray.actors.worker_actor import WorkerActor
 from glm5ray.config import config_from_dict
 from glm5ray.engine.executor import FakeExecutor
 from glm5ray.errors import CheckpointError
@@ -18,6 +18,7 @@ from glm5ray.protocol import Capacity
 from tests.engine.faults import DyingExecutor
 
 if TYPE_CHECKING:
+    from glm5ray.actors.channel import Line
     from glm5ray.engine.executor import Executor, PendingStep
     from glm5ray.protocol import StepInput
     from glm5ray.worker.launched import LaunchedStep

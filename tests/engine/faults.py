@@ -58,6 +58,10 @@ class DyingExecutor(FakeExecutor):
             self.is_dead = self._kills(self, step)
         return _Dead(self) if self.is_dead else super().submit(step)
 
+    def check(self) -> None:
+        if self.is_dead:
+            raise WorkerDied(f"rank 0 of epoch {self.epoch} ended")
+
     def restart(self, epoch: int) -> Capacity:
         assert epoch > self.epoch, f"epoch {epoch} follows {self.epoch}"
         self.epoch = epoch
