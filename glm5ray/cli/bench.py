@@ -9,7 +9,8 @@ import typer
 from glm5ray.cli import options
 
 app = typer.Typer(
-    help="Measure the scheduler, the way to the ranks, or the whole engine in this process.", no_args_is_help=True
+    help="Measure the scheduler, the way to the ranks, single kernels, or the whole engine in this process.",
+    no_args_is_help=True,
 )
 
 
@@ -68,6 +69,46 @@ def channel_command(
     for name in ("actors", "in_process"):
         _print_row({"": name, **report[name]})
     _print_row({"overhead_us": report["overhead_us"]})
+    if json_output:
+        options.print_json(report)
+
+
+@app.command("kernels")
+def kernels_command(
+    model: options.Model = None,
+    config: options.Config = None,
+    overrides: options.Set = None,
+    tokens: Annotated[str, typer.Option("--tokens", help="Numbers of sequences that decode.")] = "1,64",
+    context: Annotated[int, typer.Option("--context", min=1, help="Tokens of each, its own among them.")] = 4096,
+    ops: Annotated[str, typer.Option("--ops", help="Some operations alone: experts,mla_attention.")] = "",
+    repetitions: Annotated[int, typer.Option("--repetitions", min=1, help="Of each call; medians count.")] = 10,
+    json_output: options.Json = False,
+) -> None:
+    """Each operation at the model's sizes against its floor: bytes at the rate of a copy, arithmetic at that of a large
+    product.
+
+    \b
+    Examples:
+      glm5ray bench kernels
+      glm5ray bench kernels --model nano --tokens 1,8 --context 512 --json
+    """
+    settings = options.engine_config(model, config, overrides)
+
+    from glm5ray.bench.kernels import run_kernels_bench
+    from glm5ray.kernels.select import OPS
+
+    wanted = tuple(name.strip() for name in ops.split(",")) if ops else OPS
+    if unknown := set(wanted) - set(OPS):
+        raise typer.BadParameter(f"{sorted(unknown)[0]!r} is none of {', '.join(OPS)}", param_hint="--ops")
+    report = run_kernels_bench(
+        settings,
+        tokens=_numbers(tokens, "--tokens"),
+        context=context,
+        ops=wanted,
+        repetitions=repetitions,
+        on_row=_print_row,
+    )
+    _print_row({name: report[name] for name in ("device", "copy_gb_per_s", "product_gflops")})
     if json_output:
         options.print_json(report)
 
