@@ -20,8 +20,8 @@ class Metric:
     labels: tuple[str, ...] = ()
     buckets: tuple[float, ...] = ()
     """Upper bounds of a histogram, in seconds."""
-    of: Literal["engine", "server"] = "engine"
-    """Who counts: an engine, for all of its clients, or a server, for its own requests."""
+    of: Literal["engine", "server", "rank"] = "engine"
+    """Who counts: an engine, for all of its clients; a server, for its own requests; a rank in Ray, for Ray alone."""
     in_ray: bool = True
     """Whether Ray is told, too: it takes samples one by one, so not those of every token."""
 
@@ -86,6 +86,10 @@ METRICS: dict[str, Metric] = {
         Metric("glm5ray:requests_aborted", "counter", "Requests whose client left before the end.", of="server"),
         Metric("glm5ray:corrupted_sequences", "counter", "Sequences whose numbers went wrong."),
         Metric("glm5ray:quarantined_sequences", "counter", "Sequences with which the workers died again and again."),
+        Metric("glm5ray:rank_steps", "counter", "Steps that a rank has computed.", ("rank",), of="rank"),
+        Metric("glm5ray:rank_step_age_seconds", "gauge", "Age of the step that a rank is in.", ("rank",), of="rank"),
+        Metric("glm5ray:rank_memory_bytes", "gauge", "Of the machine's, by a rank's process.", ("rank",), of="rank"),
+        Metric("glm5ray:rank_device_memory_bytes", "gauge", "Of the GPU's, by a rank's tensors.", ("rank",), of="rank"),
     )
 }
 

@@ -53,6 +53,11 @@ def quantiles(metric: str) -> list[tuple[str, str]]:
     ]
 
 
+def _of_rank(expression: str) -> str:
+    return f"sum by (model_name, engine, rank) ({expression})"
+
+
+RANK = "{{engine}} rank {{rank}}"
 ROWS: dict[str, list[Panel]] = {
     "Engine": [
         Panel(
@@ -148,6 +153,11 @@ ROWS: dict[str, list[Panel]] = {
                 (total("glm5ray:requests_aborted_total"), "aborted {{engine}}"),
             ],
         ),
+    ],
+    "Ranks (in Ray)": [
+        Panel("Steps a second", "none", [(_of_rank("rate(<glm5ray:rank_steps_total>[$__rate_interval])"), RANK)]),
+        Panel("Age of the step in progress", "s", [(_of_rank("<glm5ray:rank_step_age_seconds>"), RANK)]),
+        Panel("GPU memory of tensors", "bytes", [(_of_rank("<glm5ray:rank_device_memory_bytes>"), RANK)]),
     ],
 }
 SOURCE = {"type": "prometheus", "uid": "${datasource}"}

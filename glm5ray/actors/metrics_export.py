@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
     from prometheus_client.samples import Sample
 
+    from glm5ray.actors.rank_control import RankStats
     from glm5ray.engine.client import EngineStatus
     from glm5ray.metrics import Metric
     from glm5ray.server.exposition import ServerMetrics
@@ -90,6 +91,24 @@ class EngineExport:
         """Hands them to Ray."""
         for figure in engine_figures(status):
             self._ray.set(METRICS[figure.name], figure.labels, figure.value)
+
+
+class RankExport:
+    """The figures of one rank."""
+
+    def __init__(self, *, model_name: str, engine: str) -> None:
+        self._ray = _RayMetrics(model_name=model_name, engine=engine)
+
+    def tell(self, stats: RankStats) -> None:
+        """Hands them to Ray."""
+        values = {
+            "glm5ray:rank_steps": stats.num_steps,
+            "glm5ray:rank_step_age_seconds": stats.seconds_in_step,
+            "glm5ray:rank_memory_bytes": stats.memory_bytes,
+            "glm5ray:rank_device_memory_bytes": stats.device_memory_bytes,
+        }
+        for name, value in values.items():
+            self._ray.set(METRICS[name], (str(stats.rank),), float(value))
 
 
 class ServerExport:

@@ -39,10 +39,10 @@ def grafana_command(
 @app.command("list")
 def list_command(json_output: options.Json = False) -> None:
     """Print every metric: its names at /metrics and in Ray, its kind, labels and meaning."""
-    header = ("name", "in Ray", "kind", "labels", "meaning")
+    header = ("at /metrics", "in Ray", "kind", "labels", "meaning")
     rows = [
         (
-            metric.series,
+            metric.series if metric.of != "rank" else "",
             f"ray_{ray_name(metric.series)}" if metric.in_ray else "",
             metric.kind,
             ", ".join(("model_name", *metric.labels)),
