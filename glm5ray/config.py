@@ -93,6 +93,12 @@ class ParallelSection:
     Ray sets it); auto: the cores of a machine shared among its ranks."""
 
     @property
+    def layout(self) -> str:
+        """``tp 2, ep 2``."""
+        sizes = {"dp": self.dp_size, "tp": self.tp_size, "ep": self.ep_size}
+        return ", ".join(f"{name} {size}" for name, size in sizes.items() if size > 1) or "tp 1"
+
+    @property
     def world_size(self) -> int:
         """All ranks."""
         return self.dp_size * self.tp_size if self.dp_size > 1 else max(self.tp_size, self.ep_size)

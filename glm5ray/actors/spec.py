@@ -32,6 +32,4 @@ class EngineSpec:
     @property
     def layout(self) -> str:
         """``tp 2, ep 2``."""
-        parallel = self.config.parallel
-        sizes = {"dp": parallel.dp_size, "tp": parallel.tp_size, "ep": parallel.ep_size}
-        return ", ".join(f"{name} {size}" for name, size in sizes.items() if size > 1) or "tp 1"
+        return self.config.parallel.layout

@@ -9,12 +9,14 @@ from __future__ import annotations
 import logging
 import os
 import socket
+from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 import ray
 
 from glm5ray.actors.channel import RankEnd
 from glm5ray.actors.local_head import home
+from glm5ray.actors.metrics_export import EVERY_S, RankExport, Ticker
 from glm5ray.actors.rank_control import RankControl, RankStats, device_memory_bytes, process_memory_bytes
 from glm5ray.actors.rank_environment import (
     Assignment,
@@ -52,6 +54,9 @@ class WorkerActor:
     """Plain class; :class:`~glm5ray.actors.ray_executor.RayExecutor` makes actors of it. What fails here ends
     :meth:`run` or the call, and with it the whole group."""
 
+    metrics_every_s = EVERY_S
+    """How often figures are handed to Ray."""
+
     def __init__(self, engine: str, config: EngineConfig, rank: int, size: int, epoch: int) -> None:
         """``config.model.device`` is decided: cpu or cuda."""
         logging.basicConfig(level=logging.INFO, format=f"%(levelname)s %(name)s {engine} rank {rank}: %(message)s")
@@ -66,7 +71,7 @@ class WorkerActor:
         self._control = RankControl()
 
     def __repr__(self) -> str:
-        return f"glm5ray {self._engine}: rank {self._rank} of {self._size}"
+        return f"glm5ray {self._engine}: rank {self._rank} of {self._size} ({self._config.parallel.layout})"
 
     def arrive(self) -> Arrival:
         """The first call: it returns when the process is up."""
@@ -109,6 +114,8 @@ class WorkerActor:
         answers = self._rank in range(0, sizes.dp_size * sizes.tp_size, sizes.tp_size)
         collect_garbage_rarely()
         self._channel = channel = RankEnd(line, self._rank, self._epoch)
+        export = RankExport(model_name=Path(self._config.model.path).name, engine=self._engine)
+        Ticker(lambda: export.tell(self._stats()), every_s=self.metrics_every_s).start()
         try:
             for output in compute_steps(self._worker, self._receive):
                 self._control.end()
@@ -141,6 +148,9 @@ class WorkerActor:
     @ray.method(concurrency_group=CONTROL_GROUP)
     def stats(self) -> RankStats:
         """Of this moment."""
+        return self._stats()
+
+    def _stats(self) -> RankStats:
         control, channel = self._control, self._channel
         allocated, peak = device_memory_bytes(self._device_index)
         return RankStats(

@@ -9,8 +9,10 @@ import sys
 import time
 from pathlib import Path
 from typing import Any
+from urllib.request import urlopen
 
 import ray
+from prometheus_client.parser import text_string_to_metric_families
 from ray.util.state import list_actors, list_placement_groups, list_tasks
 
 from glm5ray.actors.launch import connect_llm, start_engine, stop_engine
@@ -28,20 +30,41 @@ def main(folder: str) -> None:
         namespace="glm5ray",
         log_to_driver=False,
         _temp_dir=folder,
+        _system_config={"metrics_report_interval_ms": 1000},
     )
     config = config_from_dict({"parallel": {"tp_size": 2}, "cache": {"num_pages": 16}})
     start_engine(config, engine="shown", timeout_s=300)
     try:
         with connect_llm("shown") as llm:
-            llm.generate("The sky is", SamplingParams(max_tokens=8))
+            llm.generate("The sky is", SamplingParams(max_tokens=8, ignore_eos=True))
+            seen_ranks = _samples_of_ranks()
         seen = _seen(f"http://{context.dashboard_url}")  # pyright: ignore[reportAttributeAccessIssue]
     finally:
         stop_engine("shown")
+    seen["ranks"] = seen_ranks
     session = Path(folder) / "session_latest"
     seen["logs"] = [line for path in session.glob("logs/worker-*.err") for line in path.read_text().splitlines()]
     seen["files"] = [str(path.relative_to(session)) for path in session.glob("metrics/**/*")]
     sys.stdout.write(json.dumps(seen) + "\n")
     ray.shutdown()
+
+
+def _samples_of_ranks() -> dict[str, dict[str, float]]:
+    """Metric -> rank -> value, once both ranks have told of their steps; workers do so every five seconds."""
+    (node,) = ray.nodes()
+    url = f"http://{node['NodeManagerAddress']}:{node['MetricsExportPort']}/metrics"
+    samples: dict[str, dict[str, float]] = {}
+    for _ in range(60):
+        with urlopen(url, timeout=10) as answer:
+            page = answer.read().decode()
+        for family in text_string_to_metric_families(page):
+            for sample in family.samples:
+                if sample.name.startswith("ray_glm5ray_rank_"):
+                    samples.setdefault(sample.name, {})[sample.labels["rank"]] = sample.value
+        if all(value >= 8 for value in samples.get("ray_glm5ray_rank_steps_total", {"": 0.0}).values()):
+            break
+        time.sleep(0.5)
+    return samples
 
 
 def _seen(url: str) -> dict[str, Any]:

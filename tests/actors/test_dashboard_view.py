@@ -14,6 +14,8 @@ from typing import Any
 
 import pytest
 
+from glm5ray.metrics import METRICS, ray_name
+
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
 
 ROOT = Path(__file__).parents[2]
@@ -46,13 +48,13 @@ def test_actors_say_whose_they_are(seen: dict[str, Any]) -> None:
         match = re.fullmatch(r"glm5ray:shown:worker(\d):\d+", name)
         assert match, name
         ranks[int(match[1])] = text
-    assert ranks == {rank: f"glm5ray shown: rank {rank} of 2" for rank in range(2)}
+    assert ranks == {rank: f"glm5ray shown: rank {rank} of 2 (tp 2)" for rank in range(2)}
 
 
 def test_the_group_and_the_loops_are_named(seen: dict[str, Any]) -> None:
     assert [group["name"] for group in seen["groups"]] == ["glm5ray:shown"]
     running = sorted(task["name"] for task in seen["tasks"] if task["type"] == "ACTOR_TASK")
-    assert running == [f"glm5ray shown: rank {rank} of 2.run" for rank in range(2)]
+    assert running == [f"glm5ray shown: rank {rank} of 2 (tp 2).run" for rank in range(2)]
 
 
 def test_the_schedulers_log_has_figures(seen: dict[str, Any]) -> None:
@@ -69,3 +71,13 @@ def test_files_for_prometheus_and_grafana_are_where_the_docs_say(seen: dict[str,
     }
     assert len(paths) == 2
     assert paths | {"metrics/grafana/dashboards"} <= set(seen["files"])
+
+
+def test_every_rank_tells_ray_of_itself(seen: dict[str, Any]) -> None:
+    ranks = seen["ranks"]
+    assert set(ranks) == {f"ray_{ray_name(metric.series)}" for metric in METRICS.values() if metric.of == "rank"}
+    steps = ranks["ray_glm5ray_rank_steps_total"]
+    assert set(steps) == {"0", "1"}
+    assert steps["0"] == steps["1"] >= 8
+    assert min(ranks["ray_glm5ray_rank_memory_bytes"].values()) > 2**26
+    assert set(ranks["ray_glm5ray_rank_device_memory_bytes"].values()) == {0.0}, "on a CPU"
