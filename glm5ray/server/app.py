@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 
 from glm5ray import __version__
 from glm5ray.engine.client import EngineState
@@ -31,6 +32,8 @@ if TYPE_CHECKING:
 
 MAX_BODY_BYTES = 64 * 2**20
 _STATUS_TIMEOUT_S = 3.0
+_CLIENT_LEFT = 499
+"""As proxies write it into their logs; nobody is there to get it."""
 _FINAL_CODES = frozenset({"quarantined", "numerical_error"})
 """Failures that the same request would meet again, and others' requests with it."""
 RETRY_AFTER_S = 5
@@ -216,11 +219,15 @@ class _Server:
         if "json" not in kind:
             raise RequestError(f"the content type is {kind[:80]}; send application/json.", status=415)
         parts, size = [], 0
-        async for part in request.stream():
-            size += len(part)
-            if size > self._max_body_bytes:
-                raise RequestError(f"the body is larger than {self._max_body_bytes} bytes.", status=413)
-            parts.append(part)
+        try:
+            async for part in request.stream():
+                size += len(part)
+                if size > self._max_body_bytes:
+                    raise RequestError(f"the body is larger than {self._max_body_bytes} bytes.", status=413)
+                parts.append(part)
+        except ClientDisconnect as error:
+            self.metrics.aborted.inc()
+            raise RequestError("the client left.", status=_CLIENT_LEFT) from error
         return b"".join(parts)
 
 
@@ -244,7 +251,7 @@ async def _gather(request: Request, running: RunningCall, num_requests: int) -> 
     try:
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         if not tasks[0].done():
-            raise RequestError("the client left.", status=499)
+            raise RequestError("the client left.", status=_CLIENT_LEFT)
         tasks[0].result()
     finally:
         running.leave()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from contextlib import aclosing
+from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple, cast
 
 from glm5ray.engine.outputs import RequestOutput
@@ -40,6 +41,19 @@ class News(NamedTuple):
     error: RequestError | EngineUnavailable | None = None
     """The call has failed; nothing comes after it."""
 
+    def joined(self, later: News) -> News | None:
+        """Both as one; ``None`` if they are not of one answer."""
+        first, second = self.delta, later.delta
+        if first is None or second is None or (self.number, first.index) != (later.number, second.index):
+            return None
+        delta = replace(
+            second,
+            text=first.text + second.text,
+            token_ids=first.token_ids + second.token_ids,
+            logprobs=first.logprobs + second.logprobs,
+        )
+        return later._replace(delta=delta)
+
 
 class RunningCall:
     """Starts with its construction, inside an event loop; :meth:`leave` ends what still runs."""
@@ -49,6 +63,8 @@ class RunningCall:
         self._tokenizer = tokenizer
         self._metrics = metrics
         self._queue: asyncio.Queue[News] = asyncio.Queue(_QUEUE_SIZE)
+        self._held: News | None = None
+        """Taken out of the queue, and not given yet."""
         self._num_open = len(call.requests)
         self._tasks = [asyncio.create_task(self._run(i, request)) for i, request in enumerate(call.requests)]
         for task in self._tasks:
@@ -60,8 +76,16 @@ class RunningCall:
         return self._num_open > 0
 
     async def next(self) -> News:
-        """The next news; only while :attr:`is_open`."""
-        news = await self._queue.get()
+        """The next news; only while :attr:`is_open`. What came of one answer since the last call comes as one: a
+        server that is behind has fewer lines to write."""
+        news, self._held = self._held or await self._queue.get(), None
+        while not self._queue.empty():
+            later = self._queue.get_nowait()
+            both = news.joined(later)
+            if both is None:
+                self._held = later
+                break
+            news = both
         if news.error is not None:
             self._num_open = 0
         elif news.result is not None:
@@ -92,6 +116,9 @@ class RunningCall:
         self._queue.put_nowait(News(0, error=RequestError("internal error", code="internal_error", status=500)))
 
     async def _put(self, news: News) -> None:
+        if not self._queue.full():
+            self._queue.put_nowait(news)
+            return
         async with asyncio.timeout(_SLOWEST_READER_S):
             await self._queue.put(news)
 

@@ -91,6 +91,7 @@ def _unavailable(message: str) -> dict[str, Any]:
 async def _next(running: RunningCall, keep_alive_s: float) -> News | None:
     """``None`` after a silence."""
     try:
-        return await asyncio.wait_for(running.next(), keep_alive_s)
+        async with asyncio.timeout(keep_alive_s):
+            return await running.next()
     except TimeoutError:
         return None
