@@ -125,7 +125,8 @@ class ParallelContext:
         padded[: len(x)] = x
         whole = x.new_empty(self._num_alike * share, *x.shape[1:])
         group = self.tp_group if self.dp_size > 1 else self.world_group
-        dist.all_gather_into_tensor(whole, padded, group=group)
+        gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name from torch 2.13 on
+        gather(whole, padded, group=group)
         return whole[:num_rows]
 
     @property

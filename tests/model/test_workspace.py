@@ -21,7 +21,7 @@ from glm5ray.kernels.select import select_kernels
 from glm5ray.kernels.triton import experts_nvfp4, indexer, mla
 from glm5ray.model import workspace
 from glm5ray.model.cache import PagedCache
-from glm5ray.model.glm5 import Glm5
+from glm5ray.model.glm5 import Glm5, MoE
 from glm5ray.model.name_table import ShardSpec
 from glm5ray.model.workspace import StepLimits, plan_workspace
 from glm5ray.model_config import ModelConfig
@@ -185,3 +185,39 @@ def test_split_contexts_fit_their_bound(processors: int, num_heads: int, longest
             parts = mla.count_parts(programs, longest, tile.positions, processors)
             held = 0 if parts == 1 else tokens * parts * num_heads * 4 * 513
             assert held <= workspace.SPLIT_BYTES, (tokens, arch, parts, held / 2**20)
+
+
+@pytest.mark.parametrize(("tp_size", "ep_size", "dp_size"), [(1, 8, 1), (8, 8, 1), (1, 8, 8), (2, 4, 2)])
+def test_experts_of_many_ranks_fit_their_line(
+    monkeypatch: pytest.MonkeyPatch, tp_size: int, ep_size: int, dp_size: int
+) -> None:
+    """The worst routing: every rank sends all of its rows here, and this one all of its to every rank."""
+    tokens, world_size = 256, max(tp_size * dp_size, ep_size)
+    mine = tokens if dp_size > 1 and tp_size == 1 else tokens * dp_size // world_size
+
+    def receive(out: torch.Tensor, x: torch.Tensor, *sizes: Any, group: Any) -> None:
+        if out.dtype == torch.int64 and out.shape == (world_size,):  # rows that each will send
+            out.fill_(mine)
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
+    monkeypatch.setattr(dist, "all_to_all_single", receive)
+    # the weights have no data, and what comes out has no meaning here
+    monkeypatch.setattr(torch.nn.functional, "linear", lambda x, weight: x.new_empty(len(x), len(weight)))
+    try:
+        world = dist.group.WORLD
+        own = world if tp_size == world_size else dist.new_group(list(range(tp_size)))
+        model = make_model(ParallelContext.of_rank(0, tp_size, ep_size, own, world, dp_size=dp_size))
+        moe = model.model.layers[1].mlp
+        assert isinstance(moe, MoE)
+        everywhere = torch.arange(moe.settings.num_experts_per_tok) * moe.experts.num_experts
+        moe.dummy_ids_TA = (everywhere % model.config.n_routed_experts).expand(tokens, -1)
+        x_TM = torch.zeros(tokens, model.config.hidden_size, dtype=torch.bfloat16)
+        with torch.inference_mode(), LiveBytes() as live:
+            live.ignore(x_TM, *moe.parameters())
+            moe(x_TM)
+    finally:
+        dist.destroy_process_group()
+    limits = StepLimits(max_num_tokens=tokens, max_num_seqs=tokens, max_model_len=tokens)
+    shard = ShardSpec(tp_size=tp_size, ep_size=ep_size)
+    line = plan_workspace(model.config, shard, limits, dtype="bfloat16", dp_size=dp_size)["experts"]
+    assert live.peak <= line < 3 * live.peak, f"{live.peak / 2**20:.0f} MiB, {line / 2**20:.0f} planned"
