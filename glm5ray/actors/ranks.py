@@ -26,11 +26,13 @@ def rank_stats(engine: str) -> list[RankStats]:
     return _ask(engine, "stats", timeout_s=ANSWER_TIMEOUT_S)
 
 
-def profile_ranks(engine: str, num_steps: int, *, timeout_s: float = 60.0) -> list[str]:
-    """Records the next ``num_steps`` steps on every rank; returns the paths of the traces, each on its rank's machine.
+def profile_ranks(engine: str, num_steps: int, *, folder: str | None = None, timeout_s: float = 60.0) -> list[str]:
+    """Records the next ``num_steps`` steps on every rank with PyTorch's profiler; returns the paths of the traces (for
+    Perfetto), each on its rank's machine in ``folder``, by default ``$GLM5RAY_HOME/traces``.
+
     The steps are those that clients ask for: nothing runs by itself. Raises :class:`EngineUnavailable` if too few come
     within ``timeout_s``."""
-    return _ask(engine, "profile", num_steps, timeout_s, timeout_s=timeout_s + ANSWER_TIMEOUT_S)
+    return _ask(engine, "profile", num_steps, timeout_s, folder, timeout_s=timeout_s + ANSWER_TIMEOUT_S)
 
 
 def _ask(engine: str, method: str, *arguments: Any, timeout_s: float) -> list[Any]:

@@ -169,11 +169,12 @@ class WorkerActor:
         )
 
     @ray.method(concurrency_group=CONTROL_GROUP)
-    def profile(self, num_steps: int, timeout_s: float) -> str:
+    def profile(self, num_steps: int, timeout_s: float, folder: str | None = None) -> str:
         """Records the next ``num_steps`` steps with PyTorch's profiler; returns the path of a trace for Perfetto, on
-        this rank's machine. Raises ``TimeoutError`` if they do not come within ``timeout_s``."""
+        this rank's machine in ``folder``, by default ``$GLM5RAY_HOME/traces``. Raises ``TimeoutError`` if the steps do
+        not come within ``timeout_s``."""
         name = f"{self._engine}-epoch{self._epoch}-rank{self._rank}-step{self._control.step_id + 1}.json.gz"
-        path = home() / "traces" / name
+        path = (Path(folder) if folder is not None else home() / "traces") / name
         self._control.profile(num_steps, path, timeout_s)
         return str(path)
 

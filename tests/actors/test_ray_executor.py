@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
+import json
 import os
 import signal
 import subprocess
 import sys
 import time
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -23,8 +26,6 @@ from tests.actors import engines
 from tests.actors.test_scheduler_actor import running, tokens_of, with_client
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from glm5ray.actors.client import RayEngineClient
 
 pytestmark = [
@@ -98,14 +99,23 @@ def test_a_rank_that_exits_raises_or_hangs_is_a_pause(
 
 
 @pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.slow), 1])
-def test_a_rank_that_dies_while_nothing_runs_is_noticed_and_replaced(rank: int):
-    """SIGKILL, as the kernel does it when memory runs out. No request is needed for it to be noticed."""
-    from glm5ray.actors.ranks import rank_stats
+def test_a_rank_that_dies_while_nothing_runs_is_noticed_and_replaced(tmp_path: Path, rank: int):
+    """SIGKILL, as the kernel does it when memory runs out. No request is needed for it to be noticed. Before, the ranks
+    are profiled at their work."""
+    from glm5ray.actors.ranks import profile_ranks, rank_stats
     from glm5ray.actors.ray_executor import ray_executor
 
     async def body(client: RayEngineClient) -> None:
         expected = one_process()
-        assert await tokens_of(client, request(0)) == {0: (expected["r0"], "length")}
+        profiling = asyncio.ensure_future(asyncio.to_thread(profile_ranks, "idle", 3, folder=str(tmp_path)))
+        while not profiling.done():
+            assert await tokens_of(client, request(0)) == {0: (expected["r0"], "length")}
+        num_sums = []
+        for path in await profiling:
+            names = [event["name"] for event in json.loads(gzip.decompress(Path(path).read_bytes()))["traceEvents"]]
+            num_sums.append(names.count("gloo:all_reduce"))
+        assert num_sums[0] == num_sums[1] > 0
+        assert num_sums[0] % 3 == 0, "as many in each step"
         before = (await client.status()).epoch
         stats = rank_stats("idle")
         assert [(one.rank, one.epoch, one.device) for one in stats] == [(0, before, "cpu"), (1, before, "cpu")]
