@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import threading
 import time
 from random import Random
@@ -50,6 +52,7 @@ class Killer(threading.Thread):
 
         from glm5ray.actors.handles import find_scheduler
         from glm5ray.actors.names import NAMESPACE, worker_name
+        from glm5ray.actors.ranks import rank_stats
 
         for kind in self._kills:
             status = self._after_steps(self._rng.randint(2, 12))
@@ -57,6 +60,8 @@ class Killer(threading.Thread):
                 return
             if kind == "scheduler":
                 ray.kill(find_scheduler(self._engine), no_restart=False)
+            elif kind == "process":
+                os.kill(self._rng.choice(rank_stats(self._engine)).pid, signal.SIGKILL)
             else:
                 name = worker_name(self._engine, self._rng.randrange(2), status.epoch)
                 ray.kill(ray.get_actor(name, NAMESPACE))
@@ -84,17 +89,22 @@ class Killer(threading.Thread):
 
 
 @pytest.mark.parametrize(
-    ("engine", "kills"),
-    [("ranks", ["rank"] * 20), ("scheduler", ["rank", "scheduler", "scheduler"])],
+    ("engine", "layout", "kills"),
+    [
+        ("ranks", ["tp_size=2"], ["process"] * 20),
+        ("groups", ["dp_size=2", "ep_size=2"], ["process"] * 20),
+        ("scheduler", ["tp_size=2"], ["rank", "scheduler", "scheduler"]),
+    ],
 )
-def test_kills_change_no_token(engine: str, kills: list[str]):
+def test_kills_change_no_token(engine: str, layout: list[str], kills: list[str]):
+    """process: SIGKILL for the process of a rank, as when memory runs out; rank: Ray ends its actor."""
     from glm5ray import LLM
     from glm5ray.actors.launch import open_llm
 
     with LLM(config=load_config(None, SETTINGS)) as local:
         expected = {result.request_id: result for result in local.run(iter(requests(64)))}
     killer = Killer(engine, kills)
-    with open_llm(load_config(None, [*SETTINGS, "parallel.tp_size=2"]), engine=engine) as llm:
+    with open_llm(load_config(None, [*SETTINGS, *(f"parallel.{size}" for size in layout)]), engine=engine) as llm:
         killer.start()
         got = list(llm.run(iter(requests(64))))
         num_restarts = llm._core.status().num_restarts  # pyright: ignore[reportAttributeAccessIssue]
