@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 import shutil
 import tempfile
 from contextlib import contextmanager
@@ -81,7 +82,8 @@ def fixed_token_ranks(num_ranks: int) -> Iterator[Executor]:
             _temp_dir=folder,
         )
     config = config_from_dict({"model": {"device": "cpu"}, "parallel": {"tp_size": num_ranks}})
-    spec = EngineSpec(engine="bench-channel", config=config, make_executor=_executor)
+    name = f"bench-channel-{secrets.token_hex(3)}"  # two may run in one cluster
+    spec = EngineSpec(engine=name, config=config, make_executor=_executor)
     executor = spec.make_executor(spec, 0)
     try:
         executor.start()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from functools import partial
@@ -150,22 +151,45 @@ def test_a_batch_gives_the_answers_of_one_process(tmp_path: Path):
     assert "batch" not in list_engines(), "it was started for this batch alone"
 
 
-def test_run_batch_joins_a_cluster_and_leaves_nothing_behind(tmp_path: Path):
-    """Another process, as a user's shell is: the engine is started for the batch and ends with it."""
+def run_batch_command(source: Path, output: Path, *options: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", "from glm5ray.cli.app import main; main()", "run-batch", str(source)]
+    command += ["-o", str(output), "--set", "cache.num_pages=64", "--set", "scheduler.max_num_seqs=4", *options]
+    return subprocess.run(command, capture_output=True, text=True, timeout=180, check=False)
+
+
+def comparable(output: Path) -> bytes:
+    """The file without what differs between any two runs: the run's id, the time, and the order of the lines."""
+    data = output.read_bytes()
+    run_id = json.loads(data.splitlines()[0])["id"].removeprefix("batch_req_").rpartition("-")[0].encode()
+    assert len(run_id) == 12
+    data = re.sub(rb'"created": ?\d+', b'"created": 0', data.replace(run_id, b"run"))
+    return b"\n".join(sorted(data.splitlines()))
+
+
+def test_run_batch_on_two_ranks_gives_the_bytes_of_one_process_and_leaves_nothing_behind(tmp_path: Path):
+    """The command, as a user's shell runs it: the engine is started for the batch and ends with it."""
     import ray
 
     from glm5ray.actors.launch import list_engines
 
-    body = {"model": "nano", "prompt": "The sky is", "max_tokens": 6, "temperature": 0}
-    line = {"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": body}
-    source, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
-    source.write_text(json.dumps(line) + "\n")
+    bodies = [
+        *({"prompt": f"Number {i} is", "max_tokens": 8 + i, "temperature": 0} for i in range(8)),
+        {"prompt": "Once upon a time", "max_tokens": 20, "seed": 7, "n": 3, "temperature": 0.8, "top_p": 0.9},
+        {"prompt": "One, two,", "max_tokens": 12, "seed": 1, "stop": [" "]},
+        {"prompt": "x", "max_tokens": 99999},
+    ]
+    lines = [
+        {"custom_id": f"c{i}", "method": "POST", "url": "/v1/completions", "body": {"model": "nano", **body}}
+        for i, body in enumerate(bodies)
+    ]
+    source, here, there = tmp_path / "in.jsonl", tmp_path / "here.jsonl", tmp_path / "there.jsonl"
+    source.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    local = run_batch_command(source, here)
     address = ray.get_runtime_context().gcs_address
-    command = [sys.executable, "-c", "from glm5ray.cli.app import main; main()", "run-batch", str(source)]
-    command += ["-o", str(output), "--address", address, "--engine", "cli", "--set", "cache.num_pages=16"]
-    run = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-    assert run.returncode == 0, run.stderr
-    assert "1 answered, 0 failed" in run.stdout
-    assert "ready after" in run.stderr
-    assert json.loads(output.read_text())["response"]["status_code"] == 200
+    remote = run_batch_command(source, there, "--address", address, "--engine", "cli", "--tp", "2")
+    for run in (local, remote):
+        assert "10 answered, 1 failed" in run.stdout, run.stderr
+    assert local.returncode == remote.returncode
+    assert "ready after" in remote.stderr
+    assert comparable(there) == comparable(here)
     assert "cli" not in list_engines()

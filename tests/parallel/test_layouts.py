@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 
 @pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow), pytest.param(8, marks=pytest.mark.slow)])
 def test_tokens_of_all_layouts_are_those_of_one_rank(tmp_path: Path, size: int) -> None:
-    write_tiny(tmp_path / "model", format="fp32", style="glm5.2", seed=3, with_mtp=False, sizes={"n_routed_experts": 8})
+    sizes = {"n_routed_experts": 8, "num_attention_heads": 8, "num_key_value_heads": 8}  # one for each of 8 ranks
+    write_tiny(tmp_path / "model", format="fp32", style="glm5.2", seed=3, with_mtp=False, sizes=sizes)
     expected = generate(settings(tmp_path, (1, 1, 1)), ParallelContext())
     assert [len(tokens) for tokens in expected.values()] == [12 + i for i in range(len(PROMPT_LENGTHS))]
     for stdout in run_ranks("tests.parallel.layout_rank", tmp_path, size, timeout_s=300.0):
