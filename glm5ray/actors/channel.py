@@ -33,7 +33,7 @@ T = TypeVar("T")
 MAX_MESSAGE_BYTES = 2**30
 """Steps carry whole prompts: 200 of a million tokens fit. A longer message is refused before memory is taken for it."""
 LOOPBACK = "127.0.0.1"
-_HEARTBEAT_MS, _SILENCE_MS = 5_000, 30_000
+_HEARTBEAT_MS, SILENCE_MS = 5_000, 30_000
 """A machine that vanished without a word is noticed after such a silence; ZeroMQ's own thread keeps the beat."""
 _UNREADABLE = (ValueError, TypeError, LookupError, AttributeError, OverflowError)
 """What msgpack and our decoders raise for bytes that were not encoded here."""
@@ -83,14 +83,14 @@ class SchedulerEnd:
         assert self._is_known, f"a step for rank {self.rank}, which has not said hello"
         if len(data) > self._max_bytes:
             raise ChannelError(f"a step takes {len(data)} bytes, of which a message may have {self._max_bytes}")
-        self._check_connected()
+        self.check()
         self._socket.send(data, zmq.DONTWAIT)
 
     def receive(self, step: StepInput, timeout_s: float) -> StepOutput | None:
         """The answer to ``step``; ``None`` if none comes in time. Raises :class:`ChannelError` if the connection broke
         or another answer comes."""
         if not self._socket.poll(_ms(timeout_s)):
-            self._check_connected()
+            self.check()
             return None
         output = _read(decode_output, self._socket.recv(), f"the answer of rank {self.rank}")
         if (output.epoch, output.step_id) != (step.epoch, step.step_id):
@@ -100,14 +100,15 @@ class SchedulerEnd:
             )
         return output
 
+    def check(self) -> None:
+        """Raises :class:`ChannelError` if the rank was connected and is not any more. Never waits."""
+        # there is no limit to what may wait in the socket, so it takes nothing only if nobody is there
+        if self._is_known and not self._socket.poll(0, zmq.POLLOUT):
+            raise ChannelError(f"the connection to rank {self.rank} broke")
+
     def close(self) -> None:
         """What was not sent yet is dropped."""
         self._socket.close(0)
-
-    def _check_connected(self) -> None:
-        # there is no limit to what may wait in the socket, so it takes nothing only if nobody is there
-        if not self._socket.poll(0, zmq.POLLOUT):
-            raise ChannelError(f"the connection to rank {self.rank} broke")
 
 
 class RankEnd:
@@ -177,7 +178,7 @@ def _socket(max_message_bytes: int) -> zmq.Socket[bytes]:
     socket.linger = 0
     socket.sndhwm = socket.rcvhwm = 0
     socket.maxmsgsize = max_message_bytes
-    socket.heartbeat_ivl, socket.heartbeat_timeout = _HEARTBEAT_MS, _SILENCE_MS
+    socket.heartbeat_ivl, socket.heartbeat_timeout = _HEARTBEAT_MS, SILENCE_MS
     return socket
 
 

@@ -118,8 +118,13 @@ class RayExecutor:
         return output
 
     def check(self) -> None:
-        """Raises :class:`WorkerDied` if a rank's ``run()`` has ended."""
-        self._check(0.0)
+        """Raises :class:`WorkerDied` if a rank has ended or hung up."""
+        self._check_runs(0.0)
+        try:
+            for end in self._ends:
+                end.check()
+        except ChannelError as error:
+            self._fail(error)
 
     def shutdown(self) -> None:
         """Ranks that do not end by themselves are ended."""
@@ -194,10 +199,10 @@ class RayExecutor:
 
     def _fail(self, error: ChannelError) -> NoReturn:
         """A connection breaks when its rank dies: what it died of says more."""
-        self._check(LAST_WORDS_S)
+        self._check_runs(LAST_WORDS_S)
         raise WorkerDied(str(error)) from error
 
-    def _check(self, timeout_s: float) -> None:
+    def _check_runs(self, timeout_s: float) -> None:
         ended, _ = ray.wait(self._runs, num_returns=1, timeout=timeout_s)
         if not ended:
             return

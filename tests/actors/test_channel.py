@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import signal
 import socket
+import subprocess
+import sys
+import time
 from contextlib import closing, suppress
 from typing import TYPE_CHECKING
 
@@ -12,7 +16,7 @@ import zmq
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from glm5ray.actors.channel import LOOPBACK, Line, RankEnd, SchedulerEnd
+from glm5ray.actors.channel import LOOPBACK, SILENCE_MS, Line, RankEnd, SchedulerEnd
 from glm5ray.errors import ChannelError
 from glm5ray.protocol import (
     PROTOCOL_VERSION,
@@ -25,7 +29,7 @@ from glm5ray.protocol import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
 EPOCH, RANK = 7, 3
 LONG_S = 20.0
@@ -191,8 +195,35 @@ def test_either_end_notices_that_the_other_has_gone(scheduler: SchedulerEnd) -> 
             wait_for_break(lambda: rank.receive(0.1))
 
 
-def wait_for_break(receive) -> None:
-    for _ in range(int(LONG_S / 0.1)):
+FROZEN = """
+import sys
+from glm5ray.actors.channel import Line, RankEnd
+
+end = RankEnd(Line(sys.argv[1], *(bytes.fromhex(key) for key in sys.argv[2:])), 3, 7)
+print("connected", flush=True)
+end.receive(600)
+"""
+
+
+@pytest.mark.slow
+def test_a_rank_that_falls_silent_is_noticed(scheduler: SchedulerEnd) -> None:
+    """Its process is stopped, as that of a machine that is cut off: the connection does not end by itself."""
+    keys = [key.hex() for key in scheduler.line[1:]]
+    command = [sys.executable, "-c", FROZEN, scheduler.line.address, *keys]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as rank:
+        try:
+            assert scheduler.has_hello(LONG_S)
+            scheduler.check()
+            rank.send_signal(signal.SIGSTOP)
+            with pytest.raises(ChannelError, match="the connection to rank 3 broke"):
+                wait_for_break(lambda: scheduler.receive(step(0), 0.1), 2 * SILENCE_MS / 1000)
+        finally:
+            rank.kill()
+
+
+def wait_for_break(receive: Callable[[], object], timeout_s: float = LONG_S) -> None:
+    until_s = time.monotonic() + timeout_s
+    while time.monotonic() < until_s:
         assert receive() is None
 
 
