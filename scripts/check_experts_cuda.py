@@ -4,7 +4,8 @@
     python scripts/check_experts_cuda.py [--all-shapes] [--json FILE]
 
 Weights are random, quantised and packed as at load; the reference is :mod:`glm5ray.kernels.reference` in fp32 on the
-GPU. Each case runs twice over memory filled with NaN: results must be the same bits, finite, and near the reference.
+GPU. Each case runs twice over memory filled with NaN: results must be the same bits, finite, and near the reference; and
+the same bits from a CUDA graph.
 Exits with 1 if one is not. The last line is JSON."""
 
 from __future__ import annotations
@@ -81,6 +82,22 @@ def check(run, tokens: int, routing: str, plain: Nvfp4ExpertWeights, packed) -> 
     return row | {"right": is_right}
 
 
+def check_graph(tokens: int, packed) -> dict[str, object]:
+    """A captured layer against plain launches, bit for bit, three replays with routings of their own."""
+    x = torch.randn(tokens, HIDDEN, device="cuda", dtype=torch.bfloat16)
+    ids, weights = make_ids(tokens, "uniform"), torch.rand(tokens, CHOICES, device="cuda")
+    cuda.experts.run(x, ids, weights, packed)
+    graph, is_same = torch.cuda.CUDAGraph(), True
+    with torch.cuda.graph(graph):
+        result = cuda.experts.run(x, ids, weights, packed)
+    for _ in range(3):
+        ids.copy_(make_ids(tokens, "uneven"))
+        result.fill_(float("nan"))
+        graph.replay()
+        is_same &= torch.equal(result, cuda.experts.run(x, ids, weights, packed))
+    return {"tokens": tokens, "routing": "graph", "error": 0.0, "same_again": is_same, "right": is_same}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--all-shapes", action="store_true", help="those of bench_experts.py, too")
@@ -107,6 +124,7 @@ def main() -> None:
             cases += [(shape.name, run, tokens, "uniform") for tokens in (1, 9, 131, 300)]
             cases += [(shape.name, run, 131, "one expert")]
     rows = [{"shape": name} | check(run, tokens, routing, plain, packed) for name, run, tokens, routing in cases]
+    rows += [{"shape": "table"} | check_graph(tokens, packed) for tokens in (1, 16, 64, 512, 1024)]
     wrong = [row for row in rows if not row["right"]]
     for row in wrong[:20]:
         print("WRONG", row)

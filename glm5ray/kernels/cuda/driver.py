@@ -21,12 +21,16 @@ def _libcuda() -> ctypes.CDLL:
     return ctypes.CDLL("libcuda.so.1")
 
 
+class DriverError(RuntimeError):
+    """The driver refused a call; names the call."""
+
+
 def _call(name: str, *arguments: Any) -> None:
     status = getattr(_libcuda(), name)(*arguments)
     if status:
         text = ctypes.c_char_p()
         _libcuda().cuGetErrorString(status, ctypes.byref(text))
-        raise RuntimeError(f"{name}: {(text.value or b'?').decode()}")
+        raise DriverError(f"{name}: {(text.value or b'?').decode()}")
 
 
 class Module:

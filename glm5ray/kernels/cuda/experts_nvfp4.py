@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from glm5ray.kernels.cuda.compiler import CSRC, CompileError, compile_cubin
-from glm5ray.kernels.cuda.driver import Module, address, launch
+from glm5ray.kernels.cuda.driver import DriverError, Module, address, launch
 from glm5ray.kernels.interface import Nvfp4ExpertWeights
 from glm5ray.kernels.nvfp4_fragments import pack_experts
 from glm5ray.kernels.triton import experts_nvfp4 as triton_experts
@@ -185,14 +185,14 @@ def load(_: str) -> None:
 
 @cache
 def kernels_on(device: torch.device, arch: int) -> Kernels | None:
-    """``None``, and a warning, if they cannot be compiled for this device."""
+    """``None``, and a warning, if they cannot be compiled for this device or loaded."""
     table = TABLE.get(arch)
     if table is None:
         log.warning("CUDA C++ experts have no shapes for sm_%d; all batches go to Triton's", arch)
         return None
     try:
         return Kernels(tuple(shape for _, shape in table), device, arch)
-    except CompileError as error:
+    except (CompileError, DriverError) as error:  # an older driver may not know the compiler's machine code
         log.warning("CUDA C++ experts are not used, all batches go to Triton's: %s", error)
         return None
 
