@@ -160,6 +160,30 @@ class MlaAttention(Protocol):
         ...
 
 
+class MlaPrompts(Protocol):
+    """Queries, attention and the way out of latent space of a step with prompts, where a provider has something better
+    for those than the absorbed form."""
+
+    def plan(self, batch: ForwardBatch, index_topk: int) -> Any | None:
+        """As :meth:`SelectTokens.plan`. ``None``: all of the step is to be computed in absorbed form."""
+        ...
+
+    def run(
+        self,
+        plan: Any,
+        q_THD: Tensor,
+        rows_NL: Tensor,
+        selected_TK: Tensor | None,
+        w_uk_HUC: Tensor,
+        w_uv_HVC: Tensor,
+        rope_TR: Tensor,
+        scale: float,
+    ) -> Tensor:
+        """[T, H * V]: what :class:`MlaQuery`, :class:`MlaAttention` and :class:`MlaOutput` give one after the other.
+        q_THD may be overwritten."""
+        ...
+
+
 class Linear(Protocol):
     def __call__(self, x_TX: Tensor, weight_OX: Any) -> Tensor:
         """[T, O]: ``x @ weight.T``; no linear layer of the model has a bias.
@@ -285,5 +309,6 @@ class Kernels:
     mla_output: MlaOutput
     select_tokens: SelectTokens
     mla_attention: MlaAttention
+    mla_prompts: MlaPrompts
     route: Route
     experts: Experts

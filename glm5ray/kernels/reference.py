@@ -151,6 +151,27 @@ class MlaAttention:
         return o_THC
 
 
+class MlaPrompts:
+    """:class:`glm5ray.kernels.interface.MlaPrompts`: always the absorbed form."""
+
+    def plan(self, batch: ForwardBatch, index_topk: int) -> None:
+        return None
+
+    def run(
+        self,
+        plan: ForwardBatch,
+        q_THD: Tensor,
+        rows_NL: Tensor,
+        selected_TK: Tensor | None,
+        w_uk_HUC: Tensor,
+        w_uv_HVC: Tensor,
+        rope_TR: Tensor,
+        scale: float,
+    ) -> Tensor:
+        q_THL = mla_query(q_THD, w_uk_HUC, rope_TR)
+        return mla_output(mla_attention.run(plan, q_THL, rows_NL, selected_TK, scale, w_uk_HUC.shape[2]), w_uv_HVC)
+
+
 def route(x_TM: Tensor, gate_EM: Tensor, bias_E: Tensor, settings: RouterSettings) -> tuple[Tensor, Tensor]:
     score_TE = torch.sigmoid(x_TM.float() @ gate_EM.float().T)
     choice_TE = score_TE + bias_E.float()
@@ -202,4 +223,5 @@ class Experts:
 
 select_tokens = SelectTokens()
 mla_attention = MlaAttention()
+mla_prompts = MlaPrompts()
 experts = Experts()

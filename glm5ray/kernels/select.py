@@ -56,7 +56,13 @@ class Provider:
 
 
 PROVIDERS = (
-    Provider("cpu", "glm5ray.kernels.cpu", devices=("cpu",), pads=False),
+    Provider(
+        "cpu",
+        "glm5ray.kernels.cpu",
+        devices=("cpu",),
+        ops=tuple(op for op in OPS if op != "mla_prompts"),
+        pads=False,
+    ),
     Provider(
         "cuda",
         "glm5ray.kernels.cuda.experts_nvfp4",
@@ -89,7 +95,15 @@ PROVIDERS = (
         only_nvfp4_ops=("experts",),
         captures=True,
     ),
+    Provider("absorbed", "glm5ray.kernels.reference", devices=("cpu", "cuda"), ops=("mla_prompts",), captures=True),
     Provider("reference", "glm5ray.kernels.reference", devices=("cpu", "cuda"), nvfp4_ops=("linear", "experts")),
+    Provider(
+        "expanded",
+        "glm5ray.kernels.triton.mla_prompts",
+        devices=("cuda",),
+        ops=("mla_prompts",),
+        captures=True,
+    ),
     Provider(
         "triton_w4a4",
         "glm5ray.kernels.triton.experts_w4a4",

@@ -26,6 +26,9 @@ BF16_ROUNDED_ONCE = Tolerance(2**-7, 1e-3)
 BF16_INTERMEDIATE = Tolerance(2**-6, 2e-2)
 """An intermediate is rounded too (silu before the product, a normed vector before its weight, the softmax before the
 values): its error, 2^-9 of unit-scale terms, enters sums of many."""
+BF16_OTHER_FORM = Tolerance(2**-5, 4e-2)
+"""The same function by other products: one way rounds queries and results in latent space, the other keys and
+values."""
 BF16_EXPERTS = Tolerance(2**-6, 6e-2)
 """gate_up, the hidden vector and each expert's result are rounded, and weights that sum to several units multiply the
 errors."""
@@ -51,6 +54,8 @@ TOLERANCES: dict[tuple[str, torch.dtype], Tolerance] = {
     ("mla_output", torch.bfloat16): BF16_ROUNDED_ONCE,
     ("mla_attention", torch.float32): FP32_SUM,
     ("mla_attention", torch.bfloat16): BF16_INTERMEDIATE,
+    ("mla_prompts", torch.float32): FP32_SUM,
+    ("mla_prompts", torch.bfloat16): BF16_OTHER_FORM,
     ("route", torch.float32): FP32_SUM,
     ("route", torch.bfloat16): FP32_SUM,
     ("experts", torch.float32): FP32_SUM,

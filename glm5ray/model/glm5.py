@@ -55,6 +55,8 @@ class Step:
     select_plan: Any | None
     """``None``: every context fits index_topk, so every token attends to all it may see."""
     attention_plan: Any
+    prompts_plan: Any | None
+    """``None``: attention of all tokens is computed in absorbed form."""
     padded_T1: Tensor | None
     """bool; ``None``: no row is padded."""
 
@@ -87,7 +89,7 @@ class Indexer(nn.Module):
 
 class MLA(nn.Module):
     """Multi-head latent attention in absorbed form: W_UK goes into the query and W_UV into the output, so the cache
-    holds latents."""
+    holds latents. Prompts may be computed otherwise (:class:`glm5ray.kernels.interface.MlaPrompts`)."""
 
     def __init__(self, build: Build, *, has_indexer: bool) -> None:
         super().__init__()
@@ -155,10 +157,20 @@ class MLA(nn.Module):
                 selected_TK = self.indexer.select(step, index_q_TJI, w_TJ, keys_NI)
 
         q_THD = q_TO[:, : self.num_query_rows].unflatten(-1, (self.num_heads, -1))
-        q_THL = kernels.mla_query(q_THD, self.w_uk_HUC, step.rope_TR)
+        o_TX = self._attend(q_THD, step, rows_NL, selected_TK)
+        return self.parallel.all_reduce(kernels.linear(o_TX, self.o_proj.weight)), selected_TK
+
+    def _attend(self, q_THD: Tensor, step: Step, rows_NL: Tensor, selected_TK: Tensor | None) -> Tensor:
+        """[T, H * V]"""
+        kernels = self.kernels
+        w_uk_HUC, w_uv_HVC = self.w_uk_HUC, self.w_uv_HVC
+        if step.prompts_plan is not None:
+            return kernels.mla_prompts.run(
+                step.prompts_plan, q_THD, rows_NL, selected_TK, w_uk_HUC, w_uv_HVC, step.rope_TR, self.scale
+            )
+        q_THL = kernels.mla_query(q_THD, w_uk_HUC, step.rope_TR)
         o_THC = kernels.mla_attention.run(step.attention_plan, q_THL, rows_NL, selected_TK, self.scale, self.latent_dim)
-        out_TM = kernels.linear(kernels.mla_output(o_THC, self.w_uv_HVC), self.o_proj.weight)
-        return self.parallel.all_reduce(out_TM), selected_TK
+        return kernels.mla_output(o_THC, w_uv_HVC)
 
 
 class MLP(nn.Module):
@@ -485,5 +497,6 @@ class Glm5(nn.Module):
             rope_TR,
             self.kernels.select_tokens.plan(batch, topk),
             self.kernels.mla_attention.plan(batch, topk),
+            self.kernels.mla_prompts.plan(batch, topk),
             batch.positions_T[:, None] < 0 if batch.has_padding else None,
         )
