@@ -4,8 +4,8 @@
     python scripts/check_experts_cuda.py [--all-shapes] [--json FILE]
 
 Weights are random, quantised and packed as at load; the reference is :mod:`glm5ray.kernels.reference` in fp32 on the
-GPU. Each case runs twice over memory filled with NaN: results must be the same bits, finite, and near the reference; and
-the same bits from a CUDA graph.
+GPU. Each case runs twice over memory filled with NaN: results must be the same bits, finite, and near the reference;
+and the same bits from a CUDA graph.
 Exits with 1 if one is not. The last line is JSON."""
 
 from __future__ import annotations
