@@ -13,7 +13,7 @@ from typing import Annotated
 import typer
 
 from glm5ray import __version__
-from glm5ray.cli import bench, check, cluster, evaluate, generate, metrics, run_batch, serve, signals, weights
+from glm5ray.cli import bench, check, cluster, evaluate, generate, metrics, ranks, run_batch, serve, signals, weights
 from glm5ray.errors import Glm5RayError
 
 app = typer.Typer(
@@ -31,6 +31,7 @@ app.command("generate")(generate.generate_command)
 app.command("check")(check.check_command)
 app.command("up")(cluster.up_command)
 app.command("status")(cluster.status_command)
+app.command("ranks")(ranks.ranks_command)
 app.command("down")(cluster.down_command)
 app.add_typer(weights.app, name="weights")
 app.add_typer(bench.app, name="bench")

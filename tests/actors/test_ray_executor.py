@@ -180,6 +180,11 @@ def test_a_detached_engine_outlives_its_driver_and_a_stop_leaves_nothing():
     subprocess.run([sys.executable, "-c", start], check=True, timeout=120)
     time.sleep(1.0)  # Ray ends what belonged to the driver
     assert "left" in list_engines()
+    ranks = [sys.executable, "-c", "from glm5ray.cli.app import main; main()", "ranks", "--engine", "left"]
+    shown = subprocess.run([*ranks, "--address", address, "--json"], check=True, timeout=120, capture_output=True)
+    report = json.loads(shown.stdout.splitlines()[-1])
+    assert [(rank["rank"], rank["device"], rank["num_steps"]) for rank in report["ranks"]] == [(0, "cpu", 0)]
+    os.kill(report["ranks"][0]["pid"], 0)  # it is there
     with LLM.connect(engine="left") as llm:
         result = llm.generate("The sky is", SamplingParams(max_tokens=4, temperature=0.0))[0]
         assert isinstance(result, RequestResult)
