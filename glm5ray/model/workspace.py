@@ -35,6 +35,10 @@ GRAPH_BYTES = 512 * 2**20
 """CUDA's own records of the captured graphs, with their inputs."""
 
 
+TAKEN_EARLY = frozenset({"libraries", "collectives"})
+"""Lines of which some is taken before the first step."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepLimits:
     """The largest step of a rank."""

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import logging
 import os
+import time
 from typing import TYPE_CHECKING
 
 import torch
 
 from glm5ray.errors import ConfigError
 from glm5ray.model.load_plan import kv_bytes_per_token, plan_pages, plan_weights
-from glm5ray.model.workspace import StepLimits, plan_workspace
+from glm5ray.model.workspace import TAKEN_EARLY, StepLimits, plan_workspace
 from glm5ray.protocol import Capacity
 
 if TYPE_CHECKING:
@@ -21,6 +22,10 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+PATIENCE_S = 10.0
+"""How long a rank waits for others to give memory of its GPU back."""
+MOSTLY_FREE = 0.9
+"""Share of a GPU's memory that others leave when none of them is an engine."""
 GPU_REMEDY = (
     "lower scheduler.max_num_batched_tokens or scheduler.max_num_seqs, raise cache.memory_fraction, or use more ranks"
 )
@@ -66,18 +71,33 @@ def plan_rank(
 
 
 def usable_bytes(config: EngineConfig, device: str) -> int:
-    """On a GPU what this rank may use of it, beside what others have of it now. On a CPU what its pages may take: the
-    rest lies in the machine's memory like that of any program."""
+    """On a GPU what this rank may use of it, beside what others have of it now: within ``cache.memory_fraction``, or,
+    if a number of pages was asked for, all that is free. On a CPU what its pages may take: the rest lies in the
+    machine's memory like that of any program."""
+    asks_for_pages = config.cache.num_pages != "auto"
     if device == "cpu":
         machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        if config.cache.num_pages != "auto":
-            return machine
-        return min(int(config.cache.cpu_memory_gib * 2**30), machine)
-    free, total = torch.cuda.mem_get_info()
+        return machine if asks_for_pages else min(int(config.cache.cpu_memory_gib * 2**30), machine)
     share = config.parallel.ranks_per_gpu
+    free, total = _device_memory(patience_s=0.0 if share > 1 else PATIENCE_S)
+    if asks_for_pages:
+        return min(free, total // share)
     # what the others hold of a shared GPU is theirs, however far they are with loading
     taken = total - free if share == 1 else 0
     return max(0, min(int(total * config.cache.memory_fraction / share) - taken, free))
+
+
+def _device_memory(patience_s: float) -> tuple[int, int]:
+    """Free and total bytes of the GPU. If others hold much of it, it is looked at again for a while: the memory of a
+    process that was killed, such as this rank's predecessor, comes back after some seconds."""
+    torch.cuda.empty_cache()
+    until_s = time.monotonic() + patience_s
+    while True:
+        free, total = torch.cuda.mem_get_info()
+        is_free = free + torch.cuda.memory_reserved() > MOSTLY_FREE * total
+        if is_free or time.monotonic() >= until_s:
+            return free, total
+        time.sleep(0.2)
 
 
 def capacity_of(plan: MemoryPlan, model: ModelConfig, scheduler: SchedulerSection) -> Capacity:
@@ -110,7 +130,7 @@ def require_room(plan: MemoryPlan) -> None:
     logger.info(
         "memory held after loading      %9.3f GiB, planned %.3f", held / 2**30, plan.weights.total_bytes / 2**30
     )
-    wanted = plan.kv_bytes + sum(plan.workspace.values())
+    wanted = plan.kv_bytes + sum(size for name, size in plan.workspace.items() if name not in TAKEN_EARLY)
     if wanted > free:
         raise ConfigError(
             f"after loading, {free / 2**30:.2f} GiB of the GPU are free, and pages and steps are to take "

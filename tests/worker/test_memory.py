@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -16,6 +17,7 @@ from glm5ray.errors import ConfigError
 from glm5ray.model.load_plan import MemoryPlan, plan_weights
 from glm5ray.model.name_table import ShardSpec
 from glm5ray.model_config import ModelConfig
+from glm5ray.worker import memory
 from glm5ray.worker.memory import capacity_of, plan_rank, usable_bytes
 
 GIB = 2**30
@@ -118,3 +120,48 @@ def test_on_a_cpu_the_setting_is_for_pages_alone() -> None:
     assert plan.kv_bytes <= GIB // 4 < plan.kv_bytes + page_bytes
     with pytest.raises(ConfigError, match=r"raise cache.cpu_memory_gib"):
         plan_of(1e-5, device="cpu")
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Free bytes of a GPU of 100 GiB, at each look; the last stays."""
+    free = [97 * GIB]
+
+    def look() -> tuple[int, int]:
+        return (free.pop(0) if len(free) > 1 else free[0]), 100 * GIB
+
+    monkeypatch.setattr(torch.cuda, "mem_get_info", look)
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    return free
+
+
+def test_a_rank_uses_its_share_of_a_gpu(gpu: list[int]) -> None:
+    assert usable_bytes(config_from_dict({}), "cuda") == 87 * GIB, "0.9 of all, and 3 are taken"
+    shared = config_from_dict({"parallel": {"tp_size": 4, "ranks_per_gpu": 4}})
+    assert usable_bytes(shared, "cuda") == int(22.5 * GIB)
+
+
+def test_a_rank_that_comes_again_gets_the_pages_of_before(gpu: list[int]) -> None:
+    """The memory of its predecessor comes back late, and a little less of it."""
+    first = plan_of(usable_bytes(config_from_dict({}), "cuda") / GIB)
+    gpu[:] = [9 * GIB, 9 * GIB, 96 * GIB]
+    again = {"cache": {"num_pages": first.num_pages}}
+    memory_bytes = usable_bytes(config_from_dict(again), "cuda")
+    assert memory_bytes == 96 * GIB
+    assert plan_of(memory_bytes / GIB, **again).num_pages == first.num_pages
+
+
+def test_others_that_stay_are_not_waited_for_longer(gpu: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "PATIENCE_S", 0.3)
+    gpu[:] = [60 * GIB]
+    assert usable_bytes(config_from_dict({}), "cuda") == 50 * GIB
+
+
+def test_memory_that_was_taken_while_weights_were_read(gpu: list[int]) -> None:
+    plan = plan_of(87)
+    gpu[:] = [97 * GIB - plan.weights.total_bytes - GIB // 2]  # the driver has loaded some code meanwhile
+    memory.require_room(plan)
+    gpu[:] = [30 * GIB]
+    with pytest.raises(ConfigError, match=r"30.00 GiB of the GPU are free.*another process took memory meanwhile"):
+        memory.require_room(plan)
