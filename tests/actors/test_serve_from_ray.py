@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import httpx
+import openai
 import pytest
 import ray
 
@@ -100,9 +101,18 @@ def test_detached_it_goes_on_until_down():
         found = re.search(r"serving nano at (http://127\.0\.0\.1:\d+)", started.stderr)
         assert found is not None, started.stderr
         assert "glm5ray down --engine stays" in started.stderr
-        body = {"model": "nano", "prompt": "The", "max_tokens": 2}
-        answer = httpx.post(f"{found[1]}/v1/completions", json=body, timeout=30)
-        assert answer.json()["usage"]["completion_tokens"] == 2
+        with openai.OpenAI(base_url=f"{found[1]}/v1", api_key="none", max_retries=0, timeout=30) as client:
+            options = {
+                "model": "nano",
+                "messages": [{"role": "user", "content": "What is 3 plus 4?"}],
+                "temperature": 0.0,
+                "max_tokens": 100,
+                "extra_body": {"chat_template_kwargs": {"enable_thinking": False}},
+            }
+            text = client.chat.completions.create(**options).choices[0].message.content
+            assert "7" in text
+            chunks = client.chat.completions.create(stream=True, **options)
+            assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == text
 
         again = glm5ray(*serve)
         assert again.returncode == 1

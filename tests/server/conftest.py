@@ -35,6 +35,7 @@ def serving(
     *,
     idle_connection_s: int = IDLE_CONNECTION_S,
     stalled_after_s: float = STALLED_AFTER_S,
+    drain_s: float = 5.0,
     **options,
 ) -> Iterator[str]:
     """The server's address while it runs."""
@@ -53,7 +54,7 @@ def serving(
             capacity = (await client.info()).capacity
             served = ServedModel(tokenizer=tokenizer, names=("nano",), vocab_size=capacity.vocab_size)
             app = create_app(client, served, max_model_len=capacity.max_model_len, **options)
-            server = HttpServer(app, drain_s=5.0, give_up=client.close, idle_connection_s=idle_connection_s)
+            server = HttpServer(app, drain_s=drain_s, give_up=client.close, idle_connection_s=idle_connection_s)
             end.append(server.end)
             started.set()
             await server.serve(sockets=[bound])

@@ -19,6 +19,7 @@ from tests.engine.faults import DyingExecutor, GatedExecutor
 from tests.server.conftest import serving
 
 if TYPE_CHECKING:
+    from glm5ray.engine.executor import PendingStep
     from glm5ray.protocol import StepInput
 
 CAPACITY = Capacity(num_pages=256, page_size=16, max_model_len=400, vocab_size=4096, eos_token_ids=(0,))
@@ -84,6 +85,40 @@ def test_an_engine_that_ended_is_503_with_a_time_to_wait():
         assert last.json()["error"]["code"] == "engine_unavailable"
         assert "failed" in last.json()["error"]["message"]
         assert httpx.get(f"{url}/health").json()["state"] == "failed"
+
+
+class SlowExecutor(FakeExecutor):
+    """Steps that take a while, as on a device."""
+
+    def submit(self, step: StepInput) -> PendingStep:
+        time.sleep(0.02)
+        return super().submit(step)
+
+
+@pytest.mark.parametrize("streams", [False, True])
+def test_what_outlasts_the_end_of_the_server_is_to_be_repeated(streams: bool):
+    answers = []
+    body = {"prompt": [1, 2, 3], "max_tokens": 390, "ignore_eos": True, "stream": streams}
+    with serving(SlowExecutor(CAPACITY, next_token), drain_s=0.3) as url:
+        asking = threading.Thread(target=lambda: answers.append(httpx.post(f"{url}/v1/completions", json=body)))
+        asking.start()
+        until_s = time.monotonic() + 10
+        while not num_running(httpx.get(f"{url}/metrics").text):
+            assert time.monotonic() < until_s
+            time.sleep(0.01)
+    asking.join(10)
+    if streams:
+        *_, error, done, last = answers[0].text.split("\n\n")
+        assert json.loads(error.removeprefix("data: "))["error"]["code"] == "engine_unavailable"
+        assert (done, last) == ("data: [DONE]", "")
+    else:
+        assert answers[0].status_code == 503
+        assert answers[0].headers["retry-after"] == "5"
+
+
+def num_running(page: str) -> float:
+    (line,) = [line for line in page.splitlines() if line.startswith("vllm:num_requests_running{")]
+    return float(line.rpartition(" ")[2])
 
 
 def test_connections_are_used_again():
