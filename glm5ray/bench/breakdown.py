@@ -142,16 +142,17 @@ def run_breakdown(
         )
         for _ in range(WARM_UP_STEPS):
             batch.decode()
-        rows.append({"conc": count, "context": batch.length, **_mean_step(marks, batch, steps)})
+        rows.append({"conc": count, "context": batch.length, **mean_step(marks, batch.decode, steps)})
         batch.drop()
         next_step = batch.step_id
     return rows
 
 
-def _mean_step(marks: Marks, batch: DecodeBatch, steps: int) -> dict[str, Any]:
+def mean_step(marks: Marks, run: Callable[[], None], steps: int) -> dict[str, Any]:
+    """``step_ms`` and ``ops`` of ``run()``, as :func:`run_breakdown` has them: means of ``steps`` calls."""
     total, times, counts = 0.0, defaultdict(float), defaultdict(int)
     for _ in range(steps):
-        elapsed, by_name, calls = marks.step(batch.decode)
+        elapsed, by_name, calls = marks.step(run)
         total += elapsed
         for name, milliseconds in by_name.items():
             times[name] += milliseconds

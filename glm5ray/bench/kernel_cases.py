@@ -61,7 +61,7 @@ class CaseMaker:
         self._size = dtype.itemsize
 
     def make(self, op: str) -> Case | None:
-        """``None``: the context is short, so nothing is selected."""
+        """``None``: no decode of this context calls it."""
         self._generator.manual_seed(sum(map(ord, op)))
         return getattr(self, f"_{op}")()
 
@@ -177,6 +177,9 @@ class CaseMaker:
             return lambda: k.select_tokens.run(plan, q, weights, keys)
 
         return Case("select_tokens", prepare, self._bytes(q, weights) + read + self.tokens * c.index_topk * 4, flops)
+
+    def _mla_prompts(self) -> None:
+        """Prompts only; ``scripts/bench_prompts.py`` and a prompt among ``scripts/bench_long_context.py`` have it."""
 
     def _mla_attention(self) -> Case:
         c, batch = self.config, self._batch()

@@ -137,6 +137,11 @@ class Worker:
         """What it computes with; for those who look into it."""
         return self._model
 
+    @property
+    def cache(self) -> PagedCache:
+        """Its rows; for those who look into them."""
+        return self._cache
+
     def use_fixed_batches(self, max_rows: int, *, captured: bool) -> None:
         """From now on decode steps of up to ``max_rows`` sequences are computed by a :class:`DecodeRunner`;
         ``captured``: from CUDA graphs, which this captures."""
