@@ -1,11 +1,14 @@
 """Attention and selection of prompts at GLM-5's sizes: absorbed or not, and every tile, checked and timed on a GPU.
 
-    python scripts/bench_prompts.py [--json FILE] [--limit SECONDS] [--compile PART/PARTS]
+    python scripts/bench_prompts.py [--json FILE] [--limit SECONDS] [--settings FILE] [--compile PART/PARTS]
 
 Each way is run on the same random step: its result is compared with fp32 products of some tokens (attention), or with
 the same scores computed by torch (selection; whole numbers, so that they are exact and often equal), then the median
 of five runs is taken. ``--compile 0/4`` runs a quarter of the cases once and times nothing: several such processes fill
-the compiler's cache at the same time. TFLOP/s count the products that the way computes, of visible positions only."""
+the compiler's cache at the same time. TFLOP/s count the products that the way computes, of visible positions only.
+
+``--settings`` gets a line of what is right and faster than the default, as ``--set`` takes it. The exit status is 1 if
+a way that a setting chooses is wrong."""
 
 from __future__ import annotations
 
@@ -23,7 +26,8 @@ from bench_attention_kernels import TOPK, C, H, I, J, R, U, V, angles, batch_of,
 
 from glm5ray.bench.report import environment
 from glm5ray.kernels import triton_ops
-from glm5ray.kernels.triton import indexer, mla_prompts
+from glm5ray.kernels.cache_rows import split_keys
+from glm5ray.kernels.triton import index_scores, indexer, mla_prompts
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -43,8 +47,9 @@ STEPS: dict[str, list[tuple[int, int]]] = {
     "decode 1 x 131072": [(131071, 1)],
 }
 ATTEND_TILES = [(128, 64, 8, 2), (64, 32, 4, 2), (128, 32, 8, 3)]
-SCORE_TILES = [(4, 128, 8, 2, 16), (4, 64, 4, 2, 32), (8, 64, 8, 2, 32), (4, 128, 8, 3, 16), (2, 128, 4, 2, 16)]
-DECODE_TILES = [(1, 128, 4, 2, 1), (1, 128, 4, 3, 4), (1, 64, 4, 3, 8)]
+SCORE_TILES = [(4, 128, 8, 3, 1), (4, 128, 8, 2, 16), (4, 64, 4, 2, 32), (8, 64, 8, 2, 32), (2, 128, 4, 2, 16)]
+DECODE_TILES = [(1, 128, 4, 3, 1), (1, 128, 4, 3, 4), (1, 64, 4, 3, 8)]
+"""The first is that of the provider triton; of those for prompts the second is that of spans."""
 SCALE = 256**-0.5
 
 
@@ -127,8 +132,7 @@ def absorbed(step: str) -> Tensor:
 def expanded(step: str, tile: tuple[int, ...]) -> Tensor:
     given = inputs(step)
     mla_prompts.choose_tile = lambda *_: mla_prompts.Tile(*tile)
-    plan = given["plan"] if "plan" in given else mla_prompts.mla_prompts.plan(given["batch"], TOPK)
-    given["plan"] = plan
+    plan = mla_prompts.mla_prompts.plan(given["batch"], TOPK)
     q, selected = given["q"].clone(), given["selected"]
     return mla_prompts.mla_prompts.run(
         plan, q, given["rows"], selected, given["w_uk"], given["w_uv"], given["rope"], SCALE
@@ -137,18 +141,20 @@ def expanded(step: str, tile: tuple[int, ...]) -> Tensor:
 
 def select(step: str, tile: tuple[int, ...]) -> Tensor:
     given = inputs(step)
-    indexer.score_tile = lambda *_: indexer.Tile(*tile)
-    plan = triton_ops.select_tokens.plan(given["batch"], TOPK)
-    return triton_ops.select_tokens.run(plan, given["index_q"], given["index_w"], given["keys"])
+    op = indexer.SelectTokens(lambda *_: index_scores.Tile(*tile))
+    return op.run(op.plan(given["batch"], TOPK), given["index_q"], given["index_w"], given["keys"])
 
 
 def score_only(step: str, tile: tuple[int, ...]) -> None:
     given = inputs(step)
-    indexer.score_tile = lambda *_: indexer.Tile(*tile)
-    plan = triton_ops.select_tokens.plan(given["batch"], TOPK)
-    keys = indexer.split_keys(given["keys"], I)
-    scores = torch.empty(given["tokens"], given["batch"].max_visible, device="cuda")
-    indexer._launch_score(plan, given["index_q"], given["index_w"], keys, scores, 0)
+    most = max(1, indexer.MAX_SCORES // given["batch"].max_visible)
+    scores = torch.empty(min(given["tokens"], most), given["batch"].max_visible, device="cuda")
+    keys = split_keys(given["keys"], I)
+    for first in range(0, given["tokens"], most):
+        part = scores[: given["tokens"] - first]
+        index_scores.launch_score(
+            given["batch"], index_scores.Tile(*tile), given["index_q"], given["index_w"], keys, part, first
+        )
 
 
 def cases() -> Iterator[Case]:
@@ -171,6 +177,8 @@ def cases() -> Iterator[Case]:
         check = lambda x, s=step: attention_error(s, x)  # noqa: E731
         products = sum(count for _, count in STEPS[step]) * H * 2.0 * (U + V) * C
         yield Case(step, "absorbed", lambda s=step: absorbed(s), check, 2.0 * H * (2 * C + R) * read + products)
+        if not any(mla_prompts._gains(*one, TOPK, selects) for one in STEPS[step]):
+            continue
         for tile in ATTEND_TILES if step in ("8192", "4 x 2048") else ATTEND_TILES[:1]:
             yield Case(
                 step,
@@ -205,6 +213,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, default=Path("prompts.json"))
     parser.add_argument("--limit", type=float, default=60.0, help="seconds after which no further case is begun")
+    parser.add_argument("--settings", type=Path, default=Path("prompts-settings.txt"))
     parser.add_argument("--compile", default="")
     arguments = parser.parse_args()
     began = time.perf_counter()
@@ -228,8 +237,34 @@ def main() -> None:
             if case.step == "8192" and (case.what == "absorbed" or str(ATTEND_TILES[0]) in case.what):
                 row["kernels_ms"] = profile(case.run)
         report["rows"].append(row)
-        print(row, flush=True)
+        print({k: v for k, v in row.items() if k != "kernels_ms"}, flush=True)
         arguments.json.write_text(json.dumps(report, indent=1) + "\n", "utf-8")
+    settings = [
+        setting
+        for setting, new, old in (
+            ("kernels.mla_prompts=expanded", f"expanded {ATTEND_TILES[0]}", "absorbed"),
+            ("kernels.select_tokens=spans", f"select {SCORE_TILES[1]}", f"select {SCORE_TILES[0]}"),
+        )
+        if is_better(report["rows"], new, old)
+    ]
+    print("right, and faster than the default:", " ".join(settings) or "nothing", flush=True)
+    arguments.settings.write_text(" ".join(settings) + "\n", "utf-8")
+    chosen = [row for row in report["rows"] if row["what"].endswith((str(ATTEND_TILES[0]), str(SCORE_TILES[1])))]
+    raise SystemExit(0 if chosen and all(map(is_right, chosen)) else 1)
+
+
+def is_right(row: dict[str, Any]) -> bool:
+    """Of attention, an error of rounding to bf16; of a selection, none."""
+    if "failed" in row or row["error"] != row["error"]:
+        return False
+    return row["error"] < 0.015 if row["what"].startswith(("absorbed", "expanded")) else row["error"] == 0
+
+
+def is_better(rows: list[dict[str, Any]], new: str, old: str) -> bool:
+    """Right in every step that was tried, and faster in that of 8,192 tokens."""
+    of_new = [row for row in rows if row["what"] == new]
+    ms = {row["what"]: row.get("ms", float("inf")) for row in rows if row["step"] == "8192"}
+    return all(map(is_right, of_new)) and ms.get(new, float("inf")) < ms.get(old, 0.0)
 
 
 def attempt(run: Callable[[], Any]) -> Any:

@@ -105,6 +105,13 @@ PROVIDERS = (
         captures=True,
     ),
     Provider(
+        "spans",
+        "glm5ray.kernels.triton.select_in_spans",
+        devices=("cuda",),
+        ops=("select_tokens",),
+        captures=True,
+    ),
+    Provider(
         "triton_w4a4",
         "glm5ray.kernels.triton.experts_w4a4",
         devices=("cuda",),

@@ -12,7 +12,7 @@ pytest.importorskip("triton")
 
 from glm5ray.kernels import reference, triton_ops
 from glm5ray.kernels.interface import ForwardBatch, Kernels
-from glm5ray.kernels.triton import indexer, mla
+from glm5ray.kernels.triton import index_scores, indexer, mla
 from tests.kernels import test_attention, test_experts, test_pointwise, test_selection_extremes
 from tests.kernels.shapes import DIMS, DTYPES, Tensors, make_batch
 
@@ -72,6 +72,14 @@ def test_selection_in_levels(monkeypatch: pytest.MonkeyPatch, step: str) -> None
     monkeypatch.setattr(indexer, "STRETCH", 32)
     monkeypatch.setattr(indexer, "MAX_SCORES", 700)
     test_attention.test_select_tokens(KERNELS, DIMS["odd"], step, 16, 16, 2)
+
+
+@pytest.mark.parametrize("step", ["decodes", "chunk"])
+def test_scores_in_spans(monkeypatch: pytest.MonkeyPatch, step: str) -> None:
+    """Several tiles of positions by one program, and several programs."""
+    tile = index_scores.Tile(4, 16, 4, 2, span=2)
+    spans = replace(KERNELS, select_tokens=indexer.SelectTokens(lambda *_: tile))
+    test_attention.test_select_tokens(spans, DIMS["odd"], step, 16, 16, 2)
 
 
 @pytest.mark.parametrize("exponent", [-140, 100])
