@@ -149,11 +149,11 @@ class SchedulerSection:
 class RunnerSection:
     """How decode steps are computed."""
 
-    cuda_graphs: bool | Literal["auto", "emulate"] = False
+    cuda_graphs: bool | Literal["auto", "emulate"] = "auto"
     """Decode steps from CUDA graphs, captured before the first request. true: one rank, on a GPU, with kernels that can
     be captured, or an error; auto: where that is so. emulate: the same fixed batches without graphs, to test them on
     any device."""
-    max_graph_seqs: int = 512
+    max_graph_seqs: int = 1024
     """Sequences of the largest graph; max_num_seqs if that is less. Larger steps run eagerly."""
 
 

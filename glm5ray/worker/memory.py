@@ -27,7 +27,8 @@ PATIENCE_S = 10.0
 MOSTLY_FREE = 0.9
 """Share of a GPU's memory that others leave when none of them is an engine."""
 GPU_REMEDY = (
-    "lower scheduler.max_num_batched_tokens or scheduler.max_num_seqs, raise cache.memory_fraction, or use more ranks"
+    "lower scheduler.max_num_batched_tokens, scheduler.max_num_seqs or runner.max_graph_seqs, "
+    "raise cache.memory_fraction, or use more ranks"
 )
 CPU_REMEDY = "raise cache.cpu_memory_gib, or lower cache.page_size"
 

@@ -70,8 +70,7 @@ def test_larger_steps_leave_fewer_pages(setting: str) -> None:
 
 
 def test_graphs_and_ranks_need_memory_of_their_own() -> None:
-    plain = plan_of(100)
-    with_graphs = plan_of(100, runner={"cuda_graphs": "auto"})
+    plain, with_graphs = plan_of(100, runner={"cuda_graphs": False}), plan_of(100)
     assert with_graphs.workspace.keys() - plain.workspace.keys() == {"CUDA graphs"}
     assert with_graphs.num_pages < plain.num_pages
     split = plan_of(100, ShardSpec(tp_size=2), parallel={"tp_size": 2})
@@ -86,7 +85,10 @@ def test_graphs_and_ranks_need_memory_of_their_own() -> None:
         (
             58,
             {"scheduler": {"max_num_seqs": 2048}},
-            ["for logits and sampling", "lower scheduler.max_num_batched_tokens or scheduler.max_num_seqs"],
+            [
+                "for CUDA graphs",
+                "lower scheduler.max_num_batched_tokens, scheduler.max_num_seqs or runner.max_graph_seqs",
+            ],
         ),
         (
             58,
