@@ -198,6 +198,13 @@ class CaseMaker:
         read = num_rows * rows.shape[1] * rows.element_size()
         return Case("mla_attention", prepare, self._bytes(q) + read + written, flops)
 
+    def _pick_tokens(self) -> Case:
+        hidden, logits = (
+            self._normal(self.tokens, self.config.hidden_size),
+            self._normal(self.tokens, self.config.vocab_size),
+        )
+        return Case("pick_tokens", lambda k: lambda: k.pick_tokens(hidden, logits), self._bytes(hidden, logits), 0)
+
     def _route(self) -> Case:
         c = self.config
         x = self._normal(self.tokens, c.hidden_size)

@@ -264,6 +264,15 @@ class MlaOutput(Protocol):
         ...
 
 
+class PickTokens(Protocol):
+    def __call__(self, hidden_LM: Tensor, logits_LW: Tensor) -> Tensor:
+        """int64 [3, L]: the token with the highest logit, of equal ones the lowest; whether all of the row's hidden
+        state is finite; whether all of its logits are. The token of a row with a logit that is not finite is any.
+
+        L here: rows that sample; W: the vocabulary, V elsewhere in the worker."""
+        ...
+
+
 class Route(Protocol):
     def __call__(
         self, x_TM: Tensor, gate_EM: Tensor, bias_E: Tensor, settings: RouterSettings
@@ -312,3 +321,4 @@ class Kernels:
     mla_prompts: MlaPrompts
     route: Route
     experts: Experts
+    pick_tokens: PickTokens

@@ -93,6 +93,11 @@ def mla_output(o_THC: Tensor, w_uv_HVC: Tensor) -> Tensor:
     return torch.einsum("thc,hvc->thv", o_THC.float(), w_uv_HVC.float()).to(o_THC.dtype).flatten(1)
 
 
+def pick_tokens(hidden_LM: Tensor, logits_LW: Tensor) -> Tensor:
+    hidden_L, logits_L = hidden_LM.isfinite().all(-1), logits_LW.isfinite().all(-1)
+    return torch.stack([logits_LW.argmax(-1), hidden_L.long(), logits_L.long()])
+
+
 def _tokens(batch: ForwardBatch) -> Iterator[tuple[int, Tensor]]:
     """For each row of T: (row, slots of all positions not behind its own)."""
     row = 0

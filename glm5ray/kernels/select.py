@@ -60,7 +60,7 @@ PROVIDERS = (
         "cpu",
         "glm5ray.kernels.cpu",
         devices=("cpu",),
-        ops=tuple(op for op in OPS if op != "mla_prompts"),
+        ops=tuple(op for op in OPS if op not in ("mla_prompts", "pick_tokens")),
         pads=False,
     ),
     Provider(
@@ -90,6 +90,7 @@ PROVIDERS = (
             "mla_attention",
             "route",
             "experts",
+            "pick_tokens",
         ),
         nvfp4_ops=("linear", "experts"),
         only_nvfp4_ops=("experts",),

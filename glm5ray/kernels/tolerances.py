@@ -61,8 +61,8 @@ TOLERANCES: dict[tuple[str, torch.dtype], Tolerance] = {
     ("experts", torch.float32): FP32_SUM,
     ("experts", torch.bfloat16): BF16_EXPERTS,
 }
-"""``select_tokens`` is missing on purpose: a selection is right or wrong. ``route`` is fp32 whatever the dtype of its
-input."""
+"""``select_tokens`` and ``pick_tokens`` are missing on purpose: a choice is right or wrong. ``route`` is fp32 whatever
+the dtype of its input."""
 
 
 def assert_close(op: str, actual: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype) -> None:

@@ -23,6 +23,7 @@ from glm5ray.kernels.triton.norm_rope import (
     rope,
     silu_and_mul,
 )
+from glm5ray.kernels.triton.pick_tokens import pick_tokens
 from glm5ray.kernels.triton.router import route
 
 if TYPE_CHECKING:
@@ -37,6 +38,7 @@ __all__ = [
     "mla_attention",
     "mla_output",
     "mla_query",
+    "pick_tokens",
     "rms_norm",
     "rope",
     "route",

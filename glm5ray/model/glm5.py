@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from glm5ray.kernels.interface import ExpertWeights, Nvfp4ExpertWeights, RouterSettings
+from glm5ray.model.beside import Beside
 from glm5ray.model.expert_parallel import run_across_ranks
 from glm5ray.model.layers import LayerNorm, Linear, RMSNorm, VocabEmbedding, fuse, parameter
 from glm5ray.model.packed import packed_shapes
@@ -297,12 +298,13 @@ class MoE(nn.Module):
         """padded_T1: rows that need no experts, so that no weights are read for their sake."""
         if self.parallel.ep_size > 1:
             return self._forward_across_ranks(x_TM)
+        shared = None if self.shared_experts is None else Beside(self.shared_experts, x_TM)
         ids_TA, weights_TA = self._route(x_TM)
         if padded_T1 is not None:
             ids_TA = ids_TA.masked_fill(padded_T1, -1)
         out_TM = self.experts(x_TM, ids_TA, weights_TA)
-        if self.shared_experts is not None:  # both are parts over the same ranks: one sum
-            out_TM.add_(self.shared_experts(x_TM))
+        if shared is not None:  # both are parts over the same ranks: one sum
+            out_TM.add_(shared.result())
         return self.parallel.all_reduce(out_TM)
 
     def _forward_across_ranks(self, x_TM: Tensor) -> Tensor:
@@ -442,7 +444,7 @@ class Glm5(nn.Module):
     def forward(self, batch: ForwardBatch, cache: PagedCache) -> Tensor:
         """fp32 logits [rows asked for, vocab_size]; the tokens' KV is written to their slots."""
         hidden_TM = self.forward_hidden(batch, cache)
-        return self.compute_logits(hidden_TM[batch.logits_rows_L])
+        return self.compute_logits(hidden_TM[batch.logits_rows_L]).float()
 
     @torch.inference_mode()
     def forward_hidden(self, batch: ForwardBatch, cache: PagedCache) -> Tensor:
@@ -468,8 +470,8 @@ class Glm5(nn.Module):
 
     @torch.inference_mode()
     def compute_logits(self, hidden_LM: Tensor) -> Tensor:
-        """fp32 [L, vocab_size], on every rank."""
-        return self.parallel.all_gather(self.kernels.linear(hidden_LM, self.lm_head.weight), -1).float()
+        """[L, vocab_size] in the model's type, on every rank."""
+        return self.parallel.all_gather(self.kernels.linear(hidden_LM, self.lm_head.weight), -1)
 
     @torch.inference_mode()
     def mtp_forward(self, batch: ForwardBatch, hidden_TM: Tensor, cache: PagedCache, mtp_layer: int = 0) -> Tensor:

@@ -82,7 +82,7 @@ def plan_workspace(
             + _attention_bytes(config, shard, limits, rows, size)
             + _moe_bytes(config, shard, rows, dp_size, size)
             + _sampling_bytes(config, shard, rows, size)
-            + 4 * rows * config.vocab_size  # logits that outlive the graph
+            + size * rows * (config.vocab_size + config.hidden_size)  # what outlives its graph
         )
     return lines
 

@@ -1,10 +1,10 @@
 """Decode steps from fixed, padded batches: as CUDA graphs, or, to test the padding on any device, as plain calls.
 
-A step is two graphs: embedding to logits, for a number of rows and a bound of what one of them sees; then sampling,
-for the same number of rows and what its rows ask for. Apart, they are a sum of kinds, not a product.
-What no graph serves, the worker computes eagerly.
+A step is two graphs: embedding to hidden states, for a number of rows and a bound of what one of them sees; then
+logits and sampling, for the same number of rows and what its rows ask for. Apart, they are a sum of kinds, not a
+product. What no graph serves, the worker computes eagerly.
 
-Shapes: B rows of the batch, padded ones included; V vocabulary."""
+Shapes: B rows of the batch, padded ones included; M hidden size; V vocabulary."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ class Decoded:
 
     token_ids_L: Tensor | None
     """int64, of each sequence; ``None``: they are to be sampled from the logits."""
-    logits_LV: Tensor
-    """fp32"""
+    logits_LV: Tensor | None
+    """Of the model's type; ``None``: they are sampled from already."""
     is_finite_2L: Tensor
     """int64: whether the hidden state is finite, and the logits are."""
 
@@ -83,11 +83,13 @@ class DecodeRunner:
         self._sizes = batch_sizes(max_rows)
         self._bounds = visible_bounds(model.config.index_topk, max_model_len)
         device = cache.device
+        dtype = model.lm_head.weight.dtype
         self._buffers = FixedBuffers(max_rows, self._pages(self._bounds[-1]), mirror.spare_row, device)
-        self._logits_BV = torch.zeros(max_rows, self._vocab_size, dtype=torch.float32, device=device)
+        self._hidden_BM = torch.zeros(max_rows, model.config.hidden_size, dtype=dtype, device=device)
+        self._logits_BV = torch.zeros(max_rows, self._vocab_size, dtype=dtype, device=device)
         self._results = torch.zeros(3 * max_rows, dtype=torch.int64, device=device)
         self._forward_graphs: dict[tuple[int, int], Callable[[], None]] = {}
-        self._sample_graphs: dict[tuple[int, SamplingKind], Callable[[], None]] = {}
+        self._sample_graphs: dict[tuple[int, SamplingKind | None], Callable[[], None]] = {}
         self.num_fixed_steps = 0
         """Steps that :meth:`run` computed."""
         self.num_eager_steps = 0
@@ -117,15 +119,14 @@ class DecodeRunner:
         else:
             starts = (*decode.positions_S.tolist(), *[-1] * (size - count))
             self._forward(views, size, bound, starts)
-        if kind is not None:
-            if self._captured and (size, kind) in self._sample_graphs:
-                self._sample_graphs[size, kind]()
-            else:
-                self._sample(views, size, kind)
+        if self._captured and (size, kind) in self._sample_graphs:
+            self._sample_graphs[size, kind]()
+        else:
+            self._sample(views, size, kind)
         results_3L = self._results[: 3 * size].view(3, size)[:, :count]
         return Decoded(
             token_ids_L=None if kind is None else results_3L[0],
-            logits_LV=self._logits_BV[:count],
+            logits_LV=self._logits_BV[:count] if kind is None else None,
             is_finite_2L=results_3L[1:],
         )
 
@@ -146,7 +147,7 @@ class DecodeRunner:
                     self._forward_graphs[size, bound] = graph
             views = self._buffers.views(size, self._pages(self._bounds[0]))
             self._buffers.fill(views, None, self._vocab_size)
-            for kind in get_args(SamplingKind):
+            for kind in (None, *get_args(SamplingKind)):
                 body = _bind(self._sample, views, size, kind)
                 if graph := _capture(body, pool, stream, f"rows={size} sampling={kind}"):
                     self._sample_graphs[size, kind] = graph
@@ -158,7 +159,7 @@ class DecodeRunner:
         )
 
     def _forward(self, views: Views, size: int, bound: int, starts: tuple[int, ...]) -> None:
-        """Logits and flags of a batch. ``starts`` are for kernels that loop on the host, which no graph holds."""
+        """Hidden states of a batch. ``starts`` are for kernels that loop on the host, which no graph holds."""
         inputs = views.device
         last_token_B = self._mirror.last_token_R[inputs["rows"]]
         batch = ForwardBatch(
@@ -174,17 +175,18 @@ class DecodeRunner:
             logits_rows_L=torch.arange(size, device=self._results.device),
             has_padding=size > 1,
         )
-        hidden_BM = self._model.forward_hidden(batch, self._cache)
-        logits_BV = self._model.compute_logits(hidden_BM)
-        self._logits_BV[:size].copy_(logits_BV)
-        _, hidden_B, logits_B = self._results[: 3 * size].view(3, size)
-        hidden_B.copy_(torch.isfinite(hidden_BM.sum(dim=-1, dtype=torch.float32)))
-        logits_B.copy_(torch.isfinite(logits_BV.sum(dim=-1)))
+        self._hidden_BM[:size].copy_(self._model.forward_hidden(batch, self._cache))
 
-    def _sample(self, views: Views, size: int, kind: SamplingKind) -> None:
-        """The next token of each row, to the results and to the mirror."""
-        inputs, logits_BV = views.device, self._logits_BV[:size]
-        ids_B = logits_BV.argmax(dim=-1)
+    def _sample(self, views: Views, size: int, kind: SamplingKind | None) -> None:
+        """The next token of each row, to the results and to the mirror, and flags; ``None``: logits and flags."""
+        inputs, hidden_BM = views.device, self._hidden_BM[:size]
+        logits_BV = self._model.compute_logits(hidden_BM)
+        results_3B = self._results[: 3 * size].view(3, size)
+        results_3B.copy_(self._model.kernels.pick_tokens(hidden_BM, logits_BV))
+        if kind is None:
+            self._logits_BV[:size].copy_(logits_BV)
+            return
+        ids_B = results_3B[0]
         if kind != "greedy":
             temperature_B1 = inputs["temperature"][:, None]
             is_greedy_B1 = temperature_B1 < MIN_TEMPERATURE
@@ -198,8 +200,7 @@ class DecodeRunner:
                 indexes_L=inputs["indexes"],
                 positions_L=inputs["output_positions"],
             )
-            ids_B = torch.where(is_greedy_B1[:, 0], ids_B, draw(logits_BV, draws))
-        self._results[:size].copy_(ids_B)
+            ids_B.copy_(torch.where(is_greedy_B1[:, 0], ids_B, draw(logits_BV.float(), draws)))
         self._mirror.last_token_R[inputs["rows"]] = ids_B
 
     def _variant(self, count: int, visible: int) -> tuple[int, int]:

@@ -201,9 +201,16 @@ class Worker:
             launched.prompt_scores.append((sequence.seq_id, [scores.read_back(launched.read) for scores in parts]))
         if not built.sampling:
             return
-        logits_LV = self._model.compute_logits(hidden_TH[built.batch.logits_rows_L])
-        launched.logits_are_finite_L = launched.read.add(torch.isfinite(logits_LV.sum(dim=-1)))
-        self._choose(logits_LV, built.sampling, launched)
+        hidden_LH = hidden_TH[built.batch.logits_rows_L]
+        logits_LV = self._model.compute_logits(hidden_LH)
+        greedy_L, _, is_finite_L = self._model.kernels.pick_tokens(hidden_LH, logits_LV)
+        launched.logits_are_finite_L = launched.read.add(is_finite_L)
+        if self._sampler.kind(built.sampling) != "greedy":
+            self._choose(logits_LV, built.sampling, launched)
+            return
+        self._mirror.last_token_R[self._rows(built.sampling)] = greedy_L
+        launched.sampled = [sequence.seq_id for sequence in built.sampling]
+        launched.token_ids_L = launched.read.add(greedy_L)
 
     def _launch_decode(self, decode: Decode, launched: LaunchedStep) -> None:
         """A step of fixed size."""
@@ -213,23 +220,28 @@ class Worker:
         launched.from_graph = True
         launched.slices = [(sequence.seq_id, 1) for sequence in sequences]
         launched.hidden_is_finite_T, launched.logits_are_finite_L = launched.read.add(done.is_finite_2L)
-        if done.token_ids_L is None:
+        if done.logits_LV is not None:
             self._choose(done.logits_LV, sequences, launched)
-        else:
+        elif done.token_ids_L is not None:
             launched.sampled = [sequence.seq_id for sequence in sequences]
             launched.token_ids_L = launched.read.add(done.token_ids_L)
 
     def _choose(self, logits_LV: Tensor, sequences: list[MirrorSequence], launched: LaunchedStep) -> None:
         """The next token of each sequence, and the log-probabilities that were asked for."""
+        logits_LV = logits_LV.float()
         token_ids_L = self._sampler.sample(logits_LV, sequences)
-        rows = np.array([sequence.row for sequence in sequences], dtype=np.int64)
-        self._mirror.last_token_R[to_device(rows, token_ids_L.device)] = token_ids_L
+        self._mirror.last_token_R[self._rows(sequences)] = token_ids_L
         launched.sampled = [sequence.seq_id for sequence in sequences]
         launched.token_ids_L = launched.read.add(token_ids_L)
         for i, sequence in enumerate(sequences):
             if (num_top := sequence.sampling.logprobs) is not None:
                 scores = score_tokens(logits_LV[i : i + 1], token_ids_L[i : i + 1], [num_top])
                 launched.scores.append((sequence.seq_id, scores.read_back(launched.read)))
+
+    def _rows(self, sequences: list[MirrorSequence]) -> Tensor:
+        """int64, on the device."""
+        rows = np.array([sequence.row for sequence in sequences], dtype=np.int64)
+        return to_device(rows, self._cache.device)
 
     def _score_prompt(self, sequence: MirrorSequence, hidden_NH: Tensor, start: int) -> list[Scores]:
         """Log-probabilities of the prompt tokens that follow the positions ``start``..``start + N - 1``."""
@@ -240,7 +252,7 @@ class Worker:
             rows_NH = hidden_NH[offset : offset + SCORING_ROWS]
             at = start + offset + 1
             target_N = to_device(sequence.token_ids[at : at + len(rows_NH)], rows_NH.device)
-            parts.append(score_tokens(self._model.compute_logits(rows_NH), target_N, [num_top] * len(rows_NH)))
+            parts.append(score_tokens(self._model.compute_logits(rows_NH).float(), target_N, [num_top] * len(rows_NH)))
         return parts
 
 

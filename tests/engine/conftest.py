@@ -11,6 +11,7 @@ import torch
 from glm5ray.config import EngineConfig, config_from_dict
 from glm5ray.engine.executor import InProcessExecutor
 from glm5ray.engine.llm import LLM
+from glm5ray.kernels.select import select_kernels
 from glm5ray.model.cache import PagedCache
 from glm5ray.model.tiny import write_tiny
 from glm5ray.model_config import ModelConfig
@@ -71,6 +72,7 @@ class WrittenModel:
     def __init__(self, logits: Callable[[int, int], torch.Tensor]) -> None:
         self._logits = logits
         self.parallel = ParallelContext()
+        self.kernels = select_kernels({}, "cpu")
 
     def forward_hidden(self, batch: Any, cache: Any) -> torch.Tensor:
         return torch.stack([batch.token_ids_T, batch.positions_T], dim=1).float()

@@ -102,7 +102,7 @@ def allocated(model: Glm5, slices: list[tuple[int, int]], *, draws: bool) -> int
         live.ignore(*(keys for keys in (*cache.latent, *cache.index_keys) if keys is not None))
         live.ignore(*model.parameters(), *model.buffers(), columns, numbers)
         hidden_TM = model.forward_hidden(batch, cache)
-        logits_LV = model.compute_logits(hidden_TM[batch.logits_rows_L])
+        logits_LV = model.compute_logits(hidden_TM[batch.logits_rows_L]).float()
         if draws:
             masked_LV = logits_LV.clone()
             masked_LV.argmax(dim=-1)
