@@ -96,6 +96,13 @@ PROVIDERS = (
         only_nvfp4_ops=("experts",),
         captures=True,
     ),
+    Provider(
+        "triton_plain",
+        "glm5ray.kernels.triton.experts_plain",
+        devices=("cuda",),
+        ops=("experts",),
+        captures=True,
+    ),
     Provider("absorbed", "glm5ray.kernels.reference", devices=("cpu", "cuda"), ops=("mla_prompts",), captures=True),
     Provider("reference", "glm5ray.kernels.reference", devices=("cpu", "cuda"), nvfp4_ops=("linear", "experts")),
     Provider(

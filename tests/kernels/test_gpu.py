@@ -124,6 +124,25 @@ def test_experts_of_triton(size: str, tokens: int) -> None:
     assert torch.equal(_tuple(first)[0], call()), "the same call gave other bits"
 
 
+@pytest.mark.parametrize(
+    ("size", "tokens", "dtype"),
+    [
+        *[("small", tokens, dtype) for tokens in (1, 130, 2100) for dtype in (torch.bfloat16, torch.float32)],
+        ("real", 3, torch.bfloat16),
+        ("real", 1100, torch.bfloat16),
+    ],
+)
+@torch.inference_mode()
+def test_unquantised_experts(size: str, tokens: int, dtype: torch.dtype) -> None:
+    maker = CaseMaker(config_of(size), tokens=tokens, context=16, device="cuda", dtype=dtype, packs_experts=False)
+    case = maker.make("experts")
+    assert case is not None
+    call = case.prepare(select_kernels({}, "cuda"))
+    first = _copied(call())
+    assert_same(case, first, case.prepare(table("reference"))(), maker)
+    assert torch.equal(_tuple(first)[0], _tuple(call())[0]), "the same call gave other bits"
+
+
 @pytest.mark.parametrize("context", CONTEXTS)
 @pytest.mark.parametrize("tokens", [1, 10, 64])
 @torch.inference_mode()
