@@ -3,10 +3,10 @@
     python scripts/profile_decode.py [--json FILE] [--batches 1,64] [--context 256] [--set section.field=value]
 
 For each batch: that many prompts of ``context`` random tokens, some decode steps to warm up, then ``STEPS`` steps under
-torch's profiler (from CUDA graphs, unless ``--set runner.cuda_graphs=false``) and as many without it, timed by the wall
-clock. ``busy_us`` is the sum of the kernels' times a step, ``span_us`` from the first kernel's begin to the last one's
-end, and ``wall_us`` what a step takes of the worker's thread with nothing of the engine around it. The JSON holds the
-last step's kernels in their order, too.
+torch's profiler (from CUDA graphs, unless ``--set runner.cuda_graphs=false``) and as many without it. ``busy_us`` is
+the sum of the kernels' times a step, ``span_us`` from the first kernel's begin to the last one's end. Without the
+profiler, ``wall_us`` is what a step takes if each is waited for, and ``queued_us`` if all are queued one behind the
+other: what the GPU needs for one. The JSON holds the last step's kernels in their order, too.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ SETTINGS = [
 ]
 STEPS = 8
 WARM_UP_STEPS = 6
-NEW_TOKENS = 2 * STEPS + WARM_UP_STEPS + 8
+QUEUED_STEPS = 32
+NEW_TOKENS = 2 * STEPS + WARM_UP_STEPS + 2 * QUEUED_STEPS + 8
 
 
 def kernels_of(prof: profile) -> list[tuple[str, float, float]]:
@@ -58,6 +59,13 @@ def measure(batch: DecodeBatch) -> dict[str, Any]:
     for _ in range(STEPS):
         batch.decode()
     wall_us = (time.perf_counter() - started) / STEPS * 1e6
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    batch.decode(QUEUED_STEPS // 4)
+    begin.record()
+    batch.decode(QUEUED_STEPS)
+    end.record()
+    end.synchronize()
+    queued_us = begin.elapsed_time(end) / QUEUED_STEPS * 1e3
     with profile(activities=[ProfilerActivity.CUDA]) as prof:
         for _ in range(STEPS):
             batch.decode()
@@ -73,6 +81,7 @@ def measure(batch: DecodeBatch) -> dict[str, Any]:
         "batch": batch.count,
         "context": batch.length,
         "wall_us": round(wall_us, 1),
+        "queued_us": round(queued_us, 1),
         "busy_us": round(sum(times.values()), 1),
         "span_us": round(last[-1][1] + last[-1][2] - last[0][1], 1) if last else None,
         "kernels": [
@@ -85,7 +94,7 @@ def measure(batch: DecodeBatch) -> dict[str, Any]:
 
 def show(row: dict[str, Any], most: int) -> None:
     print(
-        f"batch {row['batch']}, context {row['context']}: wall {row['wall_us']} us, kernels {row['busy_us']} us, "
+        f"batch {row['batch']}, context {row['context']}: wall {row['wall_us']} us, queued {row['queued_us']} us, kernels {row['busy_us']} us, "
         f"first to last {row['span_us']} us"
     )
     for kernel in row["kernels"][:most]:

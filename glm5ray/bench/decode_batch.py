@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from glm5ray.protocol import NewSequence, SamplingParams, StepInput
 
 if TYPE_CHECKING:
+    from glm5ray.protocol import StepOutput
     from glm5ray.worker.worker import Worker
 
 
@@ -41,18 +42,30 @@ class DecodeBatch:
             )
             self._run(seq_ids=list(ids), starts=[0] * len(ids), num_tokens=[context] * len(ids), new_sequences=new)
 
-    def decode(self) -> None:
+    def decode(self, steps: int = 1) -> None:
+        """``steps`` tokens each; more than one step are queued one behind the other before any is waited for."""
         everyone = list(range(self.count))
-        self._run(seq_ids=everyone, starts=[self.length] * self.count, num_tokens=[1] * self.count)
-        self.length += 1
+        launched = []
+        for _ in range(steps):
+            step = self._step(seq_ids=everyone, starts=[self.length] * self.count, num_tokens=[1] * self.count)
+            launched.append(self.worker.launch(step))
+            self.length += 1
+        for one in launched:
+            _require_finite(one.output())
 
     def drop(self) -> None:
         self._run(seq_ids=[], starts=[], num_tokens=[], dropped=list(range(self.count)))
 
     def _run(self, **fields: Any) -> None:
-        output = self.worker.execute(StepInput(epoch=0, step_id=self.step_id, **fields))
-        assert not output.failed, output.failed
+        _require_finite(self.worker.execute(self._step(**fields)))
+
+    def _step(self, **fields: Any) -> StepInput:
         self.step_id += 1
+        return StepInput(epoch=0, step_id=self.step_id - 1, **fields)
+
+
+def _require_finite(output: StepOutput) -> None:
+    assert not output.failed, output.failed
 
 
 def pages_for(tokens: int, page_size: int) -> int:
