@@ -94,7 +94,8 @@ def measure(batch: DecodeBatch) -> dict[str, Any]:
 
 def show(row: dict[str, Any], most: int) -> None:
     print(
-        f"batch {row['batch']}, context {row['context']}: wall {row['wall_us']} us, queued {row['queued_us']} us, kernels {row['busy_us']} us, "
+        f"batch {row['batch']}, context {row['context']}: wall {row['wall_us']} us, queued {row['queued_us']} us, "
+        f"kernels {row['busy_us']} us, "
         f"first to last {row['span_us']} us"
     )
     for kernel in row["kernels"][:most]:

@@ -86,15 +86,24 @@ def measure_row(
     llm: LLM, number: int, prompt_tokens: int, new_tokens: int, repetitions: int, seed: int
 ) -> dict[str, Any]:
     """One row: ``number`` prompts at once; medians of ``repetitions``, after a warm-up."""
-    rng = Random(seed)
-    vocab = llm.capacity.vocab_size
-    prompts = [tuple(rng.randrange(vocab) for _ in range(prompt_tokens)) for _ in range(number)]
+    prompts = random_prompts(llm, number, prompt_tokens, seed)
     timed(llm, prompts, min(4, new_tokens))
     prefill_s, total_s = [], []
     for _ in range(repetitions):
         prefill_s.append(timed(llm, prompts, 1))
         total_s.append(timed(llm, prompts, new_tokens + 1))
-    prefill, total = median(prefill_s), median(total_s)
+    return row_of(number, new_tokens, median(prefill_s), median(total_s))
+
+
+def random_prompts(llm: LLM, number: int, prompt_tokens: int, seed: int) -> list[tuple[int, ...]]:
+    """Of the whole vocabulary."""
+    rng = Random(seed)
+    vocab = llm.capacity.vocab_size
+    return [tuple(rng.randrange(vocab) for _ in range(prompt_tokens)) for _ in range(number)]
+
+
+def row_of(number: int, new_tokens: int, prefill: float, total: float) -> dict[str, Any]:
+    """The peers' fields, of two times in seconds: with one new token, and with ``new_tokens + 1``."""
     decode = max(total - prefill, 1e-9)
     return {
         "conc": number,
