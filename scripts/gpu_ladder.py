@@ -4,10 +4,12 @@
 
 First the nano model's greedy tokens in float32 on the GPU are compared with the CPU's. Then, for each row: n prompts of
 256 random tokens at once, greedy, end-of-sequence ignored; ``prefill_s`` is the wall time with 1 new token, ``total_s``
-with 65, and ``tpot_ms = (total_s - prefill_s) / 64``. What is first measured, of prompts of a number and length that the
-engine has not seen, is ``first_tpot_ms``; the rest of the row are medians of ``--repetitions`` runs behind it.
-``n:PxN`` is a row of n prompts of P tokens and N new ones after the first, for what would take too long otherwise; its
-sizes stand in the row. Last one prompt of 8,192 tokens, if it may be as long. Experts are chosen uniformly (``model.dummy_routing``), as the peer's figures have it.
+with 65, and ``tpot_ms = (total_s - prefill_s) / 64``. The first run of a row, whose number of prompts the engine has
+not seen, is ``first_tpot_ms``; the other fields are medians of ``--repetitions`` runs behind it. ``n:PxN`` is a row of
+n prompts of P tokens and N new ones after the first, for what would take too long otherwise; its sizes stand in the
+row. Last one prompt of 8,192 tokens, if a sequence may be as long. Experts are chosen uniformly
+(``model.dummy_routing``), as the peer's figures have it. ``first_token_s`` is from the begin of loading to the answer
+of a first short prompt.
 
 A row that fails says so and the next one is tried; a request that is not answered is a failure. The report is written
 after every row, so that a limit leaves what was measured.
@@ -26,7 +28,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from glm5ray.bench.offline import random_prompts, row_of, timed
+from glm5ray.bench.offline import attempt_row, random_prompts, timed
 from glm5ray.bench.report import environment
 from glm5ray.config import load_config
 from glm5ray.engine.llm import LLM
@@ -85,18 +87,6 @@ def nano_tokens(device: str) -> list[tuple[int, ...]]:
     return [results[request.request_id] for request in requests]
 
 
-def attempt(llm: LLM, row: Row, repetitions: int) -> dict[str, Any]:
-    """A row, or ``{"conc", "error"}``, so that other rows are measured all the same."""
-    try:
-        prompts = random_prompts(llm, row.number, row.prompt_tokens, 0)
-        runs = [(timed(llm, prompts, 1), timed(llm, prompts, row.new_tokens + 1)) for _ in range(1 + repetitions)]
-    except (Glm5RayError, RuntimeError) as error:  # RuntimeError: what torch raises, no memory among it
-        return {"conc": row.number, "error": f"{type(error).__name__}: {' '.join(str(error).split())}"}
-    first, *later = [row_of(row.number, row.new_tokens, *run) for run in runs]
-    done = row_of(row.number, row.new_tokens, *(median(times) for times in zip(*runs[1:], strict=True)))
-    return done | {"first_tpot_ms": first["tpot_ms"], "tpot_ms_runs": [run["tpot_ms"] for run in later]}
-
-
 def measure(report: dict[str, Any], arguments: argparse.Namespace, save: Any) -> None:
     most = max(row.number for row in arguments.rows)
     config = load_config(None, [*SETTINGS, f"scheduler.max_num_seqs={most}", *arguments.set])
@@ -106,12 +96,14 @@ def measure(report: dict[str, Any], arguments: argparse.Namespace, save: Any) ->
         report["load_s"] = round(time.perf_counter() - started, 1)
         report["memory_allocated_gb"] = round(torch.cuda.memory_allocated() / 1e9, 1)
         report["capacity_tokens"] = llm.capacity.num_pages * llm.capacity.page_size
+        timed(llm, random_prompts(llm, 1, 4, 3), 1)
+        report["first_token_s"] = round(time.perf_counter() - started, 1)
         save()
         for row in arguments.rows:
             if time.perf_counter() - arguments.started > arguments.limit:
                 report["cut_short"] = f"before concurrency {row.number}: over {arguments.limit} s"
                 break
-            done = attempt(llm, row, arguments.repetitions)
+            done = attempt_row(llm, *row, arguments.repetitions)
             report["one_h200"].append({**done, "prompt_tokens": row.prompt_tokens, "new_tokens": row.new_tokens})
             print(report["one_h200"][-1], flush=True)
             save()
@@ -151,6 +143,7 @@ def main() -> None:
     print("nano: greedy tokens on cuda equal the cpu's:", report["nano_greedy_equals_cpu"], flush=True)
     save()
     measure(report, arguments, save)
+    print("seconds to load:", report["load_s"], "and to a first token:", report["first_token_s"])
     print("conc  prefill_s  total_s  tpot_ms    first  decode_tok_s")
     for row in report["one_h200"]:
         line = "{conc:4d} {prefill_s:10.3f} {total_s:8.3f} {tpot_ms:8.3f} {first_tpot_ms:8.3f} {decode_tok_s:13.1f}"

@@ -115,13 +115,19 @@ def row_of(number: int, new_tokens: int, prefill: float, total: float) -> dict[s
     }
 
 
-def attempt_row(llm: LLM, number: int, *sizes: int) -> dict[str, Any]:
-    """:func:`measure_row`; if the engine fails at it, ``{"conc", "error"}``, so that other rows are measured all the
-    same."""
+def attempt_row(llm: LLM, number: int, prompt_tokens: int, new_tokens: int, repetitions: int) -> dict[str, Any]:
+    """A row of what the engine has not seen, without a warm-up: ``first_tpot_ms`` is of the first run, the other fields
+    are medians of ``repetitions`` runs behind it, and ``tpot_ms_runs`` theirs. If the engine fails at it, ``{"conc",
+    "error"}``, so that other rows are measured all the same."""
     try:
-        return measure_row(llm, number, *sizes)
+        prompts = random_prompts(llm, number, prompt_tokens, 0)
+        runs = [(timed(llm, prompts, 1), timed(llm, prompts, new_tokens + 1)) for _ in range(1 + repetitions)]
     except (Glm5RayError, RuntimeError) as error:  # RuntimeError: what torch raises, no memory among it
         return {"conc": number, "error": f"{type(error).__name__}: {' '.join(str(error).split())}"}
+    first, *later = (row_of(number, new_tokens, *run)["tpot_ms"] for run in runs)
+    prefill_s, total_s = zip(*runs[1:], strict=True)
+    done = row_of(number, new_tokens, median(prefill_s), median(total_s))
+    return done | {"first_tpot_ms": first, "tpot_ms_runs": later}
 
 
 def timed(llm: LLM, prompts: Sequence[tuple[int, ...]], max_tokens: int) -> float:
