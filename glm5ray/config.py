@@ -155,6 +155,8 @@ class RunnerSection:
     any device."""
     max_graph_seqs: int = 1024
     """Sequences of the largest graph; max_num_seqs if that is less. Larger steps run eagerly."""
+    warm_up: bool = True
+    """On a GPU, compute steps of every kind before the first request, so that none waits for a kernel's compiler."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -26,6 +26,7 @@ from glm5ray.worker.memory import capacity_of, log_plan, plan_rank, require_room
 from glm5ray.worker.runner import DecodeRunner
 from glm5ray.worker.sampler import Sampler
 from glm5ray.worker.transfers import ReadBack, to_device
+from glm5ray.worker.warm_up import warm_up
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -130,6 +131,8 @@ class Worker:
             )
         elif config.runner.cuda_graphs:
             logger.info("decode steps run eagerly, without CUDA graphs: %s", reason)
+        if config.runner.warm_up and device.startswith("cuda"):
+            worker.warm_up(config.scheduler.max_num_batched_tokens, config.scheduler.max_num_seqs)
         return worker
 
     @property
@@ -154,6 +157,17 @@ class Worker:
             captured=captured,
         )
         self.runner.warm_up()
+
+    def warm_up(self, max_num_tokens: int, max_num_seqs: int) -> None:
+        """:func:`glm5ray.worker.warm_up.warm_up`; on all ranks at once."""
+        warm_up(
+            self._model,
+            self._cache,
+            max_num_tokens=max_num_tokens,
+            max_num_seqs=max_num_seqs,
+            max_model_len=self.capacity.max_model_len,
+            page_size=self.capacity.page_size,
+        )
 
     @property
     def is_asynchronous(self) -> bool:

@@ -66,7 +66,7 @@ def _rank(ids_X, x, expert, start, stop, first_expert, E, SMALLER: tl.constexpr)
     return rank
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["X", "first_expert"])
 def sort_kernel(
     ids_X,
     assignment_X,
@@ -92,7 +92,7 @@ def sort_kernel(
     _plan(count, row_start_E1, cumulative_WE, start_WE, E, E2, WIDEST, NUM_WIDTHS)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["X", "first_expert"])
 def count_kernel(ids_X, count_BE, X, first_expert, E, E2: tl.constexpr):
     """count_BE: [B, E2] int32, the assignments of each block to each expert."""
     block = tl.program_id(0)
@@ -100,7 +100,7 @@ def count_kernel(ids_X, count_BE, X, first_expert, E, E2: tl.constexpr):
     tl.store(count_BE + block * E2 + tl.arange(0, E2), count)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["B"])
 def offsets_kernel(
     count_BE,
     row_start_E1,
@@ -124,7 +124,7 @@ def offsets_kernel(
     _plan(total, row_start_E1, cumulative_WE, start_WE, E, E2, WIDEST, NUM_WIDTHS)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["X", "first_expert"])
 def place_kernel(ids_X, before_BE, row_start_E1, assignment_X, row_X, X, first_expert, E, E2: tl.constexpr):
     block = tl.program_id(0)
     x = block * BLOCK + tl.arange(0, BLOCK)

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T"])
 def _head_product(
     x_ptr,
     weight_ptr,

@@ -63,7 +63,7 @@ def _score_tile(
     return total
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first_token", "T", "table_stride"])
 def _score(
     q_ptr,
     w_ptr,
@@ -137,7 +137,7 @@ def _score(
             done = done | turn
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first_token", "T", "table_stride"])
 def _score_span(
     q_ptr,
     w_ptr,

@@ -41,7 +41,7 @@ def _add(a, b):
     return a + b
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first_token", "table_stride"])
 def _select(
     scores_ptr,
     places_ptr,

@@ -50,7 +50,7 @@ def _value(code, scales):
     return (bits.to(tl.float32, bitcast=True) * 8.507059173023462e37 * scales).to(tl.bfloat16)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T"])
 def linear_nvfp4_kernel(
     x_TX,
     packed_OX,

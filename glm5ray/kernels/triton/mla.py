@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from glm5ray.kernels.interface import ForwardBatch
 
 LOG2_E = 1.4426950408889634
-MAX_PARTS = 64
+MAX_PARTS, FEW_PARTS = 64, 8
 SMALL_STEP = 64 * 512
 """Tokens times positions that one of them sees at most."""
 PROMPT_TOKENS = 512
@@ -83,7 +83,7 @@ def _load_latent(
     return latent
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_parts", "table_stride"])
 def _attend(
     q_ptr,
     latent_ptr,
@@ -179,7 +179,7 @@ def _attend(
         tl.store(lse_ptr + row, tl.where(total > 0.0, top + tl.log2(total), float("-inf")), mask=is_head)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_parts"])
 def _join(
     part_ptr,
     lse_ptr,
@@ -328,8 +328,9 @@ def _launch_join(partial_TBHC: Tensor, lse_TBH: Tensor, o_THC: Tensor) -> None:
     tokens, num_heads, width = o_THC.shape
     parts = lse_TBH.shape[1]
     block = min(triton.next_power_of_2(width), 256)
+    together = FEW_PARTS if parts <= FEW_PARTS else MAX_PARTS  # not one kernel for each power of two
     _join[(tokens, num_heads, triton.cdiv(width, block))](
-        partial_TBHC, lse_TBH, o_THC, num_heads, parts, width, block, triton.next_power_of_2(parts)
+        partial_TBHC, lse_TBH, o_THC, num_heads, parts, width, block, together
     )
 
 
@@ -362,13 +363,14 @@ def variants() -> Iterator[Variant]:
             tiles = {choose_tile(capability_, dtype, is_fp8, count, latent_dim, step) for count, step in sizes}
             for tile in sorted(tiles):
                 yield _variant(tile, latent_dim, key_dim, dtype, is_fp8, selects, capability_)
-    yield Variant(
-        name="join",
-        fn=_join,
-        signature={"part_ptr": "*fp32", "lse_ptr": "*fp32", "out_ptr": "*bf16", "H": "i32", "num_parts": "i32"},
-        constants={"C": 512, "BC": 256, "BB": MAX_PARTS},
-        unaligned=frozenset({"num_parts"}),
-    )
+    for together in (FEW_PARTS, MAX_PARTS):
+        yield Variant(
+            name=f"join-{together}",
+            fn=_join,
+            signature={"part_ptr": "*fp32", "lse_ptr": "*fp32", "out_ptr": "*bf16", "H": "i32", "num_parts": "i32"},
+            constants={"C": 512, "BC": 256, "BB": together},
+            unaligned=frozenset({"num_parts"}),
+        )
 
 
 def _variant(

@@ -35,7 +35,7 @@ def _is_finite(x):
     return (x.to(tl.int32, bitcast=True) & 0x7F800000) != 0x7F800000
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_parts"])
 def _best_of_part(logits_ptr, best_ptr, W, row_stride, part_size, num_parts, BW: tl.constexpr):
     """``best[row, part]``, int64."""
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -51,7 +51,7 @@ def _best_of_part(logits_ptr, best_ptr, W, row_stride, part_size, num_parts, BW:
     tl.store(best_ptr + row * num_parts + part, tl.max(best, axis=0))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["L", "num_parts"])
 def _pick(best_ptr, hidden_ptr, out_ptr, L, M, hidden_stride, num_parts, BB: tl.constexpr, BM: tl.constexpr):
     """Token and flags of one row."""
     row = tl.program_id(0).to(tl.int64)

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 MAX_PARTS = 32
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T"])
 def _gate(
     x_ptr,
     gate_ptr,
@@ -58,7 +58,7 @@ def _gate(
     tl.store(out_at, total, mask=(token < T)[None, :] & (expert < E)[:, None])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T", "num_parts"])
 def _choose(
     part_ptr,
     bias_ptr,
@@ -187,7 +187,7 @@ def route(x_TM: Tensor, gate_EM: Tensor, bias_E: Tensor, settings: RouterSetting
         settings.routed_scaling_factor,
         num_experts,
         triton.next_power_of_2(num_experts),
-        triton.next_power_of_2(num_parts),
+        1 if num_parts == 1 else MAX_PARTS,
         chosen,
         triton.next_power_of_2(chosen),
         settings.n_group,
