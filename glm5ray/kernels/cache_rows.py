@@ -100,7 +100,7 @@ def quantise_latent(latent_TC: Tensor) -> tuple[Tensor, Tensor]:
     padded = padded.view(tokens, groups, LATENT_GROUP)
     scale_TG1 = padded.abs().amax(-1, keepdim=True).clamp(min=LEAST_AMAX) / E4M3_MAX
     scaled = (padded / scale_TG1).clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
-    return scaled.view(tokens, -1)[:, :width], scale_TG1[..., 0]
+    return scaled.view(tokens, groups * LATENT_GROUP)[:, :width], scale_TG1[..., 0]
 
 
 class IndexKeys(NamedTuple):
