@@ -61,7 +61,8 @@ def _samples_of_ranks() -> dict[str, dict[str, float]]:
             for sample in family.samples:
                 if sample.name.startswith("ray_glm5ray_rank_"):
                     samples.setdefault(sample.name, {})[sample.labels["rank"]] = sample.value
-        if all(value >= 8 for value in samples.get("ray_glm5ray_rank_steps_total", {"": 0.0}).values()):
+        steps = samples.get("ray_glm5ray_rank_steps_total", {})
+        if all(steps.get(rank, 0.0) >= 8 for rank in ("0", "1")):
             break
         time.sleep(0.5)
     return samples
