@@ -65,9 +65,9 @@ PROVIDERS = (
     ),
     Provider(
         "cuda",
-        "glm5ray.kernels.cuda.experts_nvfp4",
+        "glm5ray.kernels.cuda_ops",
         devices=("cuda",),
-        ops=("experts",),
+        ops=("experts", "linear", "route"),
         nvfp4_ops=("experts",),
         only_nvfp4_ops=("experts",),
         captures=True,

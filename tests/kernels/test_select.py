@@ -16,7 +16,7 @@ from glm5ray.kernels.tolerances import TOLERANCES
 def test_cpu_is_first_on_a_cpu_and_triton_on_a_gpu() -> None:
     assert {row.provider for row in kernel_table({}, "cpu")} == {"cpu", "absorbed", "reference"}
     on_a_gpu = {row.op: row.provider for row in kernel_table({}, "cuda:3")}
-    assert set(on_a_gpu.values()) <= {"triton", "triton_plain", "absorbed"}
+    assert set(on_a_gpu.values()) <= {"triton", "triton_plain", "cuda", "absorbed"}
     assert on_a_gpu["mla_attention"] == "triton"
     assert [row.op for row in kernel_table({}, "cpu")] == list(OPS)
 
@@ -66,8 +66,9 @@ def test_weights_in_nvfp4_choose_among_those_who_take_them() -> None:
     both = frozenset({"linear", "experts"})
     chosen = {row.op: row.provider for row in kernel_table({}, "cuda", both)}
     assert chosen["experts"] == "cuda"
-    assert chosen["linear"] == "triton"
+    assert chosen["linear"] == "triton", "an NVFP4 one"
     assert chosen["rope"] == "triton"
+    assert {row.op: row.provider for row in kernel_table({}, "cuda")}["linear"] == "cuda"
     assert {row.op: row.provider for row in kernel_table({}, "cpu", both)}["experts"] == "reference"
     assert {row.op: row.provider for row in kernel_table({}, "cuda")}["experts"] == "triton_plain"
     with pytest.raises(ConfigError, match=r"kernels.experts is 'cpu', which cannot serve it: it takes no weights in"):

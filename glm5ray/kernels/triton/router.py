@@ -150,11 +150,9 @@ def choose_tile(tokens: int) -> Tile:
 
 def route(x_TM: Tensor, gate_EM: Tensor, bias_E: Tensor, settings: RouterSettings) -> tuple[Tensor, Tensor]:
     tokens, width = x_TM.shape
-    num_experts, chosen = gate_EM.shape[0], settings.num_experts_per_tok
-    ids_TA = torch.empty(tokens, chosen, dtype=torch.int64, device=x_TM.device)
-    weights_TA = torch.empty(tokens, chosen, dtype=torch.float32, device=x_TM.device)
+    num_experts = gate_EM.shape[0]
     if tokens == 0:
-        return ids_TA, weights_TA
+        return choose(x_TM.new_empty(1, 0, num_experts, dtype=torch.float32), bias_E, settings)
     tile = choose_tile(tokens)
     expert_tiles, token_tiles = triton.cdiv(num_experts, tile.experts), triton.cdiv(tokens, tile.tokens)
     wanted = max(1, min(MAX_PARTS, 2 * num_processors(x_TM) // (expert_tiles * token_tiles)))
@@ -177,6 +175,17 @@ def route(x_TM: Tensor, gate_EM: Tensor, bias_E: Tensor, settings: RouterSetting
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
     )
+    return choose(part_BTE, bias_E, settings)
+
+
+def choose(part_BTE: Tensor, bias_E: Tensor, settings: RouterSettings) -> tuple[Tensor, Tensor]:
+    """:class:`glm5ray.kernels.interface.Route` of products that are there already, fp32, in parts of their sums."""
+    num_parts, tokens, num_experts = part_BTE.shape
+    chosen = settings.num_experts_per_tok
+    ids_TA = torch.empty(tokens, chosen, dtype=torch.int64, device=part_BTE.device)
+    weights_TA = torch.empty(tokens, chosen, dtype=torch.float32, device=part_BTE.device)
+    if tokens == 0:
+        return ids_TA, weights_TA
     _choose[(tokens,)](
         part_BTE,
         bias_E,
@@ -212,13 +221,13 @@ def variants() -> Iterator[Variant]:
                 num_stages=tile.num_stages,
                 unaligned=frozenset({"T"}),
             )
-    for groups, kept in ((1, 1), (8, 4)):
+    for groups, kept, parts in ((1, 1, 1), (1, 1, MAX_PARTS), (8, 4, MAX_PARTS)):
         yield Variant(
-            name=f"choose-{groups}",
+            name=f"choose-{groups}-{parts}",
             fn=_choose,
             signature={"part_ptr": "*fp32", "bias_ptr": "*fp32", "ids_ptr": "*i64", "weights_ptr": "*fp32"}
             | {"T": "i32", "num_parts": "i32", "factor": "fp32"},
-            constants={"E": 256, "BE": 256, "BB": 32, "A": 8, "BA": 8, "NUM_GROUPS": groups, "KEPT_GROUPS": kept}
+            constants={"E": 256, "BE": 256, "BB": parts, "A": 8, "BA": 8, "NUM_GROUPS": groups, "KEPT_GROUPS": kept}
             | {"NORMALISE": True},
             num_warps=4,
             unaligned=frozenset({"T", "num_parts"}),
