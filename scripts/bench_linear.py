@@ -1,6 +1,6 @@
-"""Products of one to four rows with GLM-5's weights, on the GPU that is here: CUDA C++ against the vendor's library.
+"""Products of few rows with GLM-5's weights, on the GPU that is here: CUDA C++ against the vendor's library.
 
-    python scripts/bench_linear.py [--json FILE] [--tokens 1,2,4]
+    python scripts/bench_linear.py [--json FILE] [--tokens 1,2]
 
 Each weight is checked first: against fp32 products of the same bf16 numbers, a row alone against the same row beside
 others, and two runs against each other. Then one CUDA graph of several products with weights of their own, more than
@@ -92,7 +92,7 @@ def microseconds(product: Callable[[Tensor, Tensor], Tensor], x: Tensor, weights
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, default=Path("linear.json"))
-    parser.add_argument("--tokens", type=lambda text: [int(n) for n in text.split(",")], default="1,2,4")
+    parser.add_argument("--tokens", type=lambda text: [int(n) for n in text.split(",")], default="1,2")
     arguments = parser.parse_args()
     report: dict[str, Any] = {"device": torch.cuda.get_device_name(), "environment": environment(), "rows": []}
     failed = False
@@ -102,6 +102,8 @@ def main() -> None:
         count = max(2, min(16, round(BYTES_AT_ONCE / size)))
         weights = [torch.randn(outputs, width, device="cuda").mul_(width**-0.5).to(dtype) for _ in range(count)]
         for tokens in arguments.tokens:
+            if linear_few.shape_for(torch.empty(tokens, width, dtype=torch.bfloat16), weights[0]) is None:
+                continue  # the library's
             x = torch.randn(tokens, width, device="cuda").bfloat16()
             wrong = check(weights[0], x)
             failed |= bool(wrong)

@@ -17,7 +17,7 @@ import triton
 from glm5ray.kernels import cuda_ops, triton_ops
 from glm5ray.kernels.cuda import compiler, linear_few
 from glm5ray.kernels.cuda.compiler import compile_cubin
-from glm5ray.kernels.cuda.linear_few import CAPABILITIES, MAX_TOKENS, THREADS, Shape, shape_for
+from glm5ray.kernels.cuda.linear_few import CAPABILITIES, MAX_OUTPUTS, MAX_TOKENS, THREADS, Shape, shape_for
 from glm5ray.kernels.interface import RouterSettings
 from glm5ray.kernels.reference import route
 
@@ -63,8 +63,9 @@ def test_widths_of_glm5_and_of_its_parts() -> None:
     ("x", "weight"),
     [
         (torch.empty(0, 2048, dtype=BF16), torch.empty(3, 2048, dtype=BF16)),
-        (torch.empty(MAX_TOKENS + 1, 2048, dtype=BF16), torch.empty(3, 2048, dtype=BF16)),
+        (torch.empty(MAX_TOKENS["bf16"] + 1, 2048, dtype=BF16), torch.empty(3, 2048, dtype=BF16)),
         (torch.empty(1, 2048), torch.empty(3, 2048)),
+        (torch.empty(1, 2048, dtype=BF16), torch.empty(MAX_OUTPUTS + 1, 2048, dtype=BF16, device="meta")),
         (torch.empty(1, 2000, dtype=BF16), torch.empty(3, 2000, dtype=BF16)),
         (torch.empty(1, 10240, dtype=BF16), torch.empty(3, 10240, dtype=BF16)),
         (torch.empty(2048, 2, dtype=BF16).T, torch.empty(3, 2048, dtype=BF16)),
@@ -77,6 +78,7 @@ def test_widths_of_glm5_and_of_its_parts() -> None:
         "none",
         "many",
         "fp32",
+        "vocabulary",
         "no whole chunks",
         "no such width",
         "columns",
@@ -107,7 +109,7 @@ def test_what_is_not_served_is_tritons() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("tokens", range(1, MAX_TOKENS + 1))
+@pytest.mark.parametrize("tokens", range(1, MAX_TOKENS["bf16"] + 1))
 @pytest.mark.parametrize(
     ("outputs", "width"), [(7, 2048), (2752, 6144), (33, 4096), (100, 8192), (50, 12288), (9, 16384)]
 )

@@ -1,4 +1,4 @@
-// x @ weight.T for a few rows of x: as fast as memory gives the weights.
+// x @ weight.T for one or a few rows of x: as fast as memory gives the weights.
 //
 // A block computes ROWS rows of the weight, a thread the same columns of all of them. All that the block reads of the
 // weight is asked for at once, before anything is waited for, also before the kernel that computes x has ended: weights

@@ -1,7 +1,7 @@
 """Products of a few rows with a weight that is not quantised, in CUDA C++ (``csrc/linear_few.cu``); all others are the
 vendor's library's.
 
-With one to four tokens a step nothing is reused: the time is that of reading the weights, and what is between. The
+With one or two tokens a step nothing is reused: the time is that of reading the weights, and what is between. The
 library splits a sum over blocks and adds it up in a second launch, and its kernels begin when those before have ended;
 here all of a sum is in one block, and the weights are on their way before that."""
 
@@ -29,7 +29,11 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-MAX_TOKENS = 4
+MAX_TOKENS = {"bf16": 2, "fp32": 4}
+"""By the weight's type: from there on adding up over threads takes longer than the library's matrix units (measured,
+docs/experiments/0015-products-of-few-rows.md)."""
+MAX_OUTPUTS = 65_536
+"""For more (the vocabulary) the library reads as fast, and begins once."""
 THREADS = 256
 CAPABILITIES = (90, 120)
 ROWS = {1: 8, 2: 6, 3: 4, 4: 4, 6: 2, 8: 2}
@@ -60,19 +64,19 @@ class Shape(NamedTuple):
 
 def shapes() -> Iterator[Shape]:
     """All that are compiled: GLM-5's widths and what tensor parallelism leaves of them; of the router its own."""
-    for tokens in range(1, MAX_TOKENS + 1):
+    for tokens in range(1, MAX_TOKENS["bf16"] + 1):
         yield from (Shape("bf16", tokens, chunks) for chunks in ROWS)
-        yield Shape("fp32", tokens, 6)
+    yield from (Shape("fp32", tokens, 6) for tokens in range(1, MAX_TOKENS["fp32"] + 1))
 
 
 def shape_for(x_TX: Tensor, weight_OX: Tensor) -> Shape | None:
     """``None``: the library's turn."""
     tokens, width = x_TX.shape
-    if not 0 < tokens <= MAX_TOKENS or x_TX.dtype != torch.bfloat16:
-        return None
     kind = {torch.bfloat16: "bf16", torch.float32: "fp32"}.get(weight_OX.dtype)
+    if kind is None or not 0 < tokens <= MAX_TOKENS[kind] or x_TX.dtype != torch.bfloat16:
+        return None
     chunks, rest = divmod(width * weight_OX.element_size(), 16 * THREADS)
-    if kind is None or rest or chunks not in ROWS or (kind == "fp32" and chunks != 6):
+    if rest or chunks not in ROWS or (kind == "fp32" and chunks != 6) or len(weight_OX) > MAX_OUTPUTS:
         return None
     is_aligned = x_TX.stride(0) % 8 == 0 and x_TX.data_ptr() % 16 == 0 and weight_OX.data_ptr() % 16 == 0
     return Shape(kind, tokens, chunks) if is_aligned and x_TX.stride(1) == 1 and weight_OX.is_contiguous() else None
