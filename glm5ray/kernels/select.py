@@ -103,8 +103,6 @@ PROVIDERS = (
         ops=("experts",),
         captures=True,
     ),
-    Provider("absorbed", "glm5ray.kernels.reference", devices=("cpu", "cuda"), ops=("mla_prompts",), captures=True),
-    Provider("reference", "glm5ray.kernels.reference", devices=("cpu", "cuda"), nvfp4_ops=("linear", "experts")),
     Provider(
         "expanded",
         "glm5ray.kernels.triton.mla_prompts",
@@ -112,13 +110,8 @@ PROVIDERS = (
         ops=("mla_prompts",),
         captures=True,
     ),
-    Provider(
-        "spans",
-        "glm5ray.kernels.triton.select_in_spans",
-        devices=("cuda",),
-        ops=("select_tokens",),
-        captures=True,
-    ),
+    Provider("absorbed", "glm5ray.kernels.reference", devices=("cpu", "cuda"), ops=("mla_prompts",), captures=True),
+    Provider("reference", "glm5ray.kernels.reference", devices=("cpu", "cuda"), nvfp4_ops=("linear", "experts")),
     Provider(
         "triton_w4a4",
         "glm5ray.kernels.triton.experts_w4a4",

@@ -15,6 +15,12 @@ from tests.kernels.shapes import DIMS, Tensors, make_batch
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU, kernels are compiled")
 
+
+@pytest.fixture(autouse=True)
+def short_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mla_prompts, "LEAST_TOKENS", 32)
+
+
 STEPS = {
     "prompt": ((0, 37),),
     "chunk of two tiles of keys": ((70, 33),),

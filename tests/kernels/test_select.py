@@ -16,7 +16,7 @@ from glm5ray.kernels.tolerances import TOLERANCES
 def test_cpu_is_first_on_a_cpu_and_triton_on_a_gpu() -> None:
     assert {row.provider for row in kernel_table({}, "cpu")} == {"cpu", "absorbed", "reference"}
     on_a_gpu = {row.op: row.provider for row in kernel_table({}, "cuda:3")}
-    assert set(on_a_gpu.values()) <= {"triton", "triton_plain", "cuda", "absorbed"}
+    assert set(on_a_gpu.values()) <= {"triton", "triton_plain", "cuda", "expanded"}
     assert on_a_gpu["mla_attention"] == "triton"
     assert [row.op for row in kernel_table({}, "cpu")] == list(OPS)
 

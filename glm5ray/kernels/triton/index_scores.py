@@ -222,17 +222,12 @@ class Tile(NamedTuple):
     """Tiles of positions that a program computes one after the other."""
 
 
-def score_tile(tokens_together: int, dtype: torch.dtype) -> Tile:
+def score_tile(has_prompts: bool, dtype: torch.dtype) -> Tile:
+    """Programs of prompts score 2,048 positions for eight tokens, which share the reading of keys; a decode's, of which
+    there are few, one tile. Measured on an H200: docs/experiments/0017-prompts.md."""
     if dtype == torch.float32:
         return Tile(1, 16, 8)
-    return Tile(tokens_together, 128, 4) if tokens_together == 1 else Tile(tokens_together, 128, 8)
-
-
-def span_tile(tokens_together: int, dtype: torch.dtype) -> Tile:
-    """Programs of prompts score 2,048 positions; a decode's, of which there are few, one tile."""
-    if dtype == torch.float32 or tokens_together == 1:
-        return score_tile(tokens_together, dtype)
-    return Tile(tokens_together, 128, 8, 2, 16)
+    return Tile(8, 64, 8, 2, 32) if has_prompts else Tile(1, 128, 4)
 
 
 def launch_score(
@@ -280,7 +275,7 @@ def variants() -> Iterator[Variant]:
     integers = ("first_token", "T", "W", "token_stride", "head_stride", "w_stride", "page_stride", "scales_stride")
     for name, keys in (("bf16", "bf16"), ("fp32", "fp32"), ("fp8e4nv", "fp8e4nv")):
         dtype = torch.float32 if name == "fp32" else torch.bfloat16
-        for tile in sorted({choose(together, dtype) for choose in (score_tile, span_tile) for together in (1, 4)}):
+        for tile in sorted({score_tile(has_prompts, dtype) for has_prompts in (False, True)}):
             yield Variant(
                 name=f"score-{name}-{tile.tokens}x{tile.positions}{f'x{tile.span}' if tile.span > 1 else ''}",
                 fn=_score if tile.span == 1 else _score_span,

@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 
 from glm5ray.kernels.cache_rows import quantise_index, split_keys
-from glm5ray.kernels.triton.index_scores import Tile, launch_score, score_tile, span_tile
+from glm5ray.kernels.triton.index_scores import Tile, launch_score, score_tile
 from glm5ray.kernels.triton.variant import Variant
 
 if TYPE_CHECKING:
@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 
     from glm5ray.kernels.interface import ForwardBatch
 
+LEAST_PROMPT = 8
+"""Tokens of a slice from which on a step counts as one with prompts."""
 STRETCH = 8192
 """Scores of which one program selects."""
 MAX_SCORES = 2**26
@@ -108,23 +110,21 @@ def _select(
 class SelectPlan:
     batch: ForwardBatch
     index_topk: int
-    tokens_together: int
-    """Tokens that a program scores: those of a prompt share the reading of keys."""
+    has_prompts: bool
 
 
 class SelectTokens:
     """:class:`glm5ray.kernels.interface.SelectTokens`
 
-    tile_of: :func:`score_tile` or :func:`span_tile`."""
+    tile_of: whether the step has prompts, type of the queries -> how scores are computed."""
 
-    def __init__(self, tile_of: Callable[[int, torch.dtype], Tile]) -> None:
+    def __init__(self, tile_of: Callable[[bool, torch.dtype], Tile] = score_tile) -> None:
         self.tile_of = tile_of
 
     def plan(self, batch: ForwardBatch, index_topk: int) -> SelectPlan | None:
         if batch.max_visible <= index_topk:
             return None
-        has_prompts = max(batch.num_tokens, default=1) >= 8
-        return SelectPlan(batch, index_topk, 4 if has_prompts else 1)
+        return SelectPlan(batch, index_topk, has_prompts=max(batch.num_tokens, default=1) >= LEAST_PROMPT)
 
     def run(self, plan: SelectPlan, q_TJI: Tensor, w_TJ: Tensor, keys_NI: Tensor) -> Tensor:
         tokens = q_TJI.shape[0]
@@ -134,7 +134,7 @@ class SelectTokens:
             q_TJI, scale_TJ = quantise_index(q_TJI)
             w_TJ = w_TJ.float() * scale_TJ
         width = plan.batch.max_visible
-        tile = self.tile_of(plan.tokens_together, q_TJI.dtype)
+        tile = self.tile_of(plan.has_prompts, q_TJI.dtype)
         together = max(1, MAX_SCORES // width)
         for first in range(0, tokens, together):
             count = min(together, tokens - first)
@@ -186,8 +186,7 @@ def _select_warps(block: int) -> int:
     return min(max(block // 512, 1), 32)
 
 
-select_tokens = SelectTokens(score_tile)
-select_in_spans = SelectTokens(span_tile)
+select_tokens = SelectTokens()
 
 
 def variants() -> Iterator[Variant]:

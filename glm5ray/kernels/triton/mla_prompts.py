@@ -37,8 +37,8 @@ if TYPE_CHECKING:
 
 ROUND = 64
 """Rows: a multiple of every tile of positions."""
-LEAST_TOKENS = 32
-"""Of a slice: fewer leave most rows of a tile of queries empty."""
+LEAST_TOKENS = 512
+"""Of a slice: with 256 the absorbed form takes less time, with 1,024 this (docs/experiments/0017-prompts.md)."""
 MOST_POSITIONS = 32_768
 """Of a slice: bounds the bits of what is selected, 4 KB a token."""
 
