@@ -134,6 +134,6 @@ __device__ __forceinline__ void linear(const u16* x, const Weight* weight, Out* 
 
 #define LINEAR(NAME, WEIGHT, OUT, T, CHUNKS, ROWS)                                                              \
   extern "C" __global__ void __launch_bounds__(THREADS, 2)                                                      \
-      NAME(const u16* x, const WEIGHT* weight, OUT* out, int outputs, i64 x_stride) {                           \
+      linear_##NAME(const u16* x, const WEIGHT* weight, OUT* out, int outputs, i64 x_stride) {                  \
     linear<WEIGHT, OUT, T, CHUNKS, ROWS>(x, weight, out, outputs, x_stride);                                    \
   }

@@ -59,7 +59,7 @@ class Shape(NamedTuple):
     @property
     def line(self) -> str:
         kind = {"bf16": "u16", "fp32": "float"}[self.weight]
-        return f"LINEAR({self.name}, {kind}, {kind}, {self.tokens}, {self.chunks}, {self.rows})"
+        return f"LINEAR({self.name.removeprefix('linear_')}, {kind}, {kind}, {self.tokens}, {self.chunks}, {self.rows})"
 
 
 def shapes() -> Iterator[Shape]:

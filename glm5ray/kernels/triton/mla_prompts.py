@@ -156,7 +156,7 @@ def choose_tile(capability: int, dtype: torch.dtype, head_dim: int) -> Tile:
     """By what fits: the accumulator [tokens, V] in registers, queries and the stages of keys and values in shared
     memory."""
     if dtype == torch.float32 or head_dim <= 64:
-        return Tile(16, 32, 4, 1)
+        return Tile(16, 32, 8, 1)
     if capability >= 100:
         return Tile(64, 32, 4, 2)
     return Tile(128, 64, 8, 2)
