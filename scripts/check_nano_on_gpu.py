@@ -2,7 +2,7 @@
 
     python scripts/check_nano_on_gpu.py [--json FILE] [--examples 40]
 
-The tasks are those of ``glm5ray eval nano``; the same with float32 on the GPU stands beside them. Exits with 1 if a task
+The tasks are those of ``glm5ray eval nano``; float32 on the GPU stands beside them. Exits with 1 if a task
 has so many more wrong answers than in float32 that chance makes as many in one of a hundred such runs at most (Fisher's
 exact test, one-sided), or if no decode step came from a CUDA graph.
 """
