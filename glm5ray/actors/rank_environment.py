@@ -55,6 +55,21 @@ def prepare_thread(device_index: int | None, num_threads: int) -> None:
     torch.cuda.set_device(device_index)
 
 
+def device_index_of(gpu_id: int | str) -> int:
+    """PyTorch's number for the GPU that Ray calls ``gpu_id``. Where ``CUDA_VISIBLE_DEVICES`` was set when Ray started,
+    Ray has its entries as names (``"5"``, ``"GPU-8f3a..."``), and PyTorch counts them from 0."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if not visible:
+        return int(gpu_id)
+    names = [name.strip() for name in visible.split(",")]
+    if str(gpu_id) not in names:
+        raise ConfigError(
+            f"Ray gave this rank GPU {gpu_id}, which CUDA_VISIBLE_DEVICES={visible} does not have on "
+            f"{socket.gethostname()}; start Ray there with the GPUs that it may use, and nothing sets it for actors"
+        )
+    return names.index(str(gpu_id))
+
+
 def num_threads(setting: int | str, num_cores: int, ranks_on_node: int) -> int:
     """PyTorch's threads in a rank. Ranks that share cores and spin for each other are slower than with one each."""
     return setting if isinstance(setting, int) else max(1, num_cores // ranks_on_node)

@@ -22,6 +22,7 @@ from glm5ray.actors.rank_environment import (
     Assignment,
     backend_of,
     choose_interface,
+    device_index_of,
     join_groups,
     num_cores,
     num_threads,
@@ -76,7 +77,7 @@ class WorkerActor:
     def arrive(self) -> Arrival:
         """The first call: it returns when the process is up."""
         on_gpu = self._config.model.device == "cuda"
-        return Arrival(int(ray.get_gpu_ids()[0]) if on_gpu else None, os.getpid())
+        return Arrival(device_index_of(ray.get_gpu_ids()[0]) if on_gpu else None, os.getpid())
 
     def open_meeting(self, host: str) -> tuple[str, int]:
         """Rank 0: the address at which the ranks meet. It is open before anyone is told of it."""

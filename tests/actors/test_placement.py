@@ -60,6 +60,26 @@ def test_nccl_is_for_ranks_with_a_gpu_each() -> None:
             rank_environment.prepare_thread(3, torch.get_num_threads())
 
 
+@pytest.mark.parametrize(
+    ("visible", "gpu_id", "index"),
+    [(None, 3, 3), ("", 3, 3), ("4,5", "5", 1), ("6, 2", "2", 1), ("GPU-8f3a,GPU-11c0", "GPU-11c0", 1), ("0,1", 1, 1)],
+)
+def test_where_gpus_are_hidden_the_device_is_counted_among_the_others(
+    monkeypatch: pytest.MonkeyPatch, visible: str | None, gpu_id: int | str, index: int
+) -> None:
+    if visible is None:
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    else:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert rank_environment.device_index_of(gpu_id) == index
+
+
+def test_a_gpu_that_is_hidden_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5")
+    with pytest.raises(ConfigError, match="GPU 3, which CUDA_VISIBLE_DEVICES=4,5 does not have"):
+        rank_environment.device_index_of(3)
+
+
 def test_the_interface_is_that_of_the_address_unless_the_user_chose_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
     monkeypatch.setenv("NCCL_SOCKET_IFNAME", "mine")
