@@ -123,17 +123,20 @@ class Worker:
         row = kv_dtype(config.cache.kv_dtype, dtype)
         cache = PagedCache(model_config, capacity.num_pages, capacity.page_size, row, device)
         worker = cls(model, cache, capacity, max_num_seqs=config.scheduler.max_num_seqs, epoch=epoch)
-        reason = _reason_against_fixed_batches(config, parallel, device, packed)
-        if config.runner.cuda_graphs and reason is None:
-            worker.use_fixed_batches(
-                min(config.runner.max_graph_seqs, config.scheduler.max_num_seqs),
-                captured=config.runner.cuda_graphs != "emulate",
-            )
-        elif config.runner.cuda_graphs:
-            logger.info("decode steps run eagerly, without CUDA graphs: %s", reason)
-        if config.runner.warm_up and device.startswith("cuda"):
-            worker.warm_up(config.scheduler.max_num_batched_tokens, config.scheduler.max_num_seqs)
+        worker._make_ready(config, _reason_against_fixed_batches(config, parallel, device, packed))
         return worker
+
+    def _make_ready(self, config: EngineConfig, reason_against_graphs: str | None) -> None:
+        """Graphs and warm-up, as the config has them."""
+        runner, limits = config.runner, config.scheduler
+        if runner.cuda_graphs and reason_against_graphs is None:
+            self.use_fixed_batches(
+                min(runner.max_graph_seqs, limits.max_num_seqs), captured=runner.cuda_graphs != "emulate"
+            )
+        elif runner.cuda_graphs:
+            logger.info("decode steps run eagerly, without CUDA graphs: %s", reason_against_graphs)
+        if runner.warm_up and self.is_asynchronous:
+            self.warm_up(limits.max_num_batched_tokens, limits.max_num_seqs)
 
     @property
     def model(self) -> Glm5:

@@ -17,6 +17,7 @@ import triton.language as tl
 from glm5ray.kernels.interface import ExpertWeights
 from glm5ray.kernels.triton.device import dot_precision
 from glm5ray.kernels.triton.expert_rows import combine_kernel, find_tile, sort_rows
+from glm5ray.kernels.triton.mla import dot
 from glm5ray.kernels.triton.variant import Variant
 
 if TYPE_CHECKING:
@@ -43,13 +44,6 @@ def choose_tile(assignments: int, num_experts: int, dtype: torch.dtype) -> Tile:
     """Wide tiles where experts have many rows. Within sm_120's shared memory; not tuned."""
     rows = 64 if assignments > 32 * num_experts else 16
     return Tile(rows, 64, 64 if dtype == torch.bfloat16 else 32, 4, 3)
-
-
-@triton.jit
-def _dot(a, b, total, PRECISION: tl.constexpr):
-    if PRECISION == "ieee":
-        a, b = a.to(tl.float32), b.to(tl.float32)
-    return tl.dot(a, b, total, input_precision=PRECISION)
 
 
 @triton.jit
@@ -85,8 +79,8 @@ def gate_up_kernel(
             is_column = start + k < M
             x = tl.load(x_at + start, mask=(n < rows)[:, None] & is_column[None, :], other=0.0)
             is_weight = is_column[:, None] & (f < F)[None, :]
-            gate = _dot(x, tl.load(gate_at + start, mask=is_weight, other=0.0), gate, PRECISION)
-            up = _dot(x, tl.load(up_at + start, mask=is_weight, other=0.0), up, PRECISION)
+            gate = dot(x, tl.load(gate_at + start, mask=is_weight, other=0.0), gate, PRECISION)
+            up = dot(x, tl.load(up_at + start, mask=is_weight, other=0.0), up, PRECISION)
         hidden = gate / (1.0 + tl.exp(-gate)) * up
         out = hidden_XF + (first_row + n).to(tl.int64)[:, None] * F + f[None, :]
         tl.store(out, hidden.to(hidden_XF.dtype.element_ty), mask=(n < rows)[:, None] & (f < F)[None, :])
@@ -120,7 +114,7 @@ def down_kernel(
             is_column = start + k < F
             hidden = tl.load(hidden_at + start, mask=(n < rows)[:, None] & is_column[None, :], other=0.0)
             down = tl.load(down_at + start, mask=is_column[:, None] & (m < M)[None, :], other=0.0)
-            total = _dot(hidden, down, total, PRECISION)
+            total = dot(hidden, down, total, PRECISION)
         out = out_XM + (first_row + n).to(tl.int64)[:, None] * M + m[None, :]
         tl.store(out, total.to(out_XM.dtype.element_ty), mask=(n < rows)[:, None] & (m < M)[None, :])
 
