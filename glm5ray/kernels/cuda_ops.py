@@ -3,6 +3,8 @@ they leave to Triton's or the vendor's library."""
 
 from __future__ import annotations
 
+import torch
+
 from glm5ray.kernels.cuda import experts_nvfp4, linear_few
 from glm5ray.kernels.cuda.experts_nvfp4 import experts
 from glm5ray.kernels.cuda.linear_few import linear, route
@@ -11,5 +13,7 @@ __all__ = ["experts", "linear", "load", "route"]
 
 
 def load(op: str) -> None:
-    """Compiles what ``op`` needs for the current device, seconds the first time on a machine."""
-    (experts_nvfp4 if op == "experts" else linear_few).load(op)
+    """Compiles what ``op`` needs for the current device, seconds the first time on a machine. Without a device, where a
+    model is only measured (on torch's meta device), there is nothing to compile."""
+    if torch.cuda.is_available():
+        (experts_nvfp4 if op == "experts" else linear_few).load(op)

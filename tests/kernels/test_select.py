@@ -77,6 +77,12 @@ def test_weights_in_nvfp4_choose_among_those_who_take_them() -> None:
         kernel_table({"experts": "triton"}, "cuda")
 
 
+def test_the_table_of_a_gpu_can_be_filled_without_one() -> None:
+    """To measure a model on torch's meta device."""
+    kernels = select_kernels({}, "cuda", frozenset({"experts"}))
+    assert all(callable(getattr(kernels, op)) or hasattr(getattr(kernels, op), "run") for op in OPS)
+
+
 def test_one_log_line_an_op(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, logger=select_module.__name__):
         select_kernels({"rope": "reference"}, "cpu")

@@ -121,6 +121,10 @@ STEPS: dict[str, tuple[StepLimits, list[tuple[int, int]]]] = {
     "1,024 tokens": (StepLimits(max_num_tokens=2048, max_num_seqs=1024, max_model_len=2048), [(2047, 1)] * 1024),
     "mixed": (
         StepLimits(max_num_tokens=8192, max_num_seqs=256, max_model_len=8192),
+        [(8191, 1)] * 225 + [(0, 256)] * 31,
+    ),
+    "mixed with a long prompt": (
+        StepLimits(max_num_tokens=8192, max_num_seqs=256, max_model_len=8192),
         [(8191, 1)] * 255 + [(0, 8192 - 255)],
     ),
 }
@@ -134,7 +138,8 @@ def test_a_step_fits_its_plan(model: Glm5, name: str, draws: bool) -> None:
     planned = sum(lines.values()) - lines["penalty counts"]
     found = allocated(model, slices, draws=draws)
     assert found <= planned, f"{found / 2**20:.0f} MiB, {planned / 2**20:.0f} planned: {lines}"
-    if draws and sum(count for _, count in slices) >= 1024:
+    # a long prompt is not absorbed, and needs less than the short ones for which there must be room
+    if draws and sum(count for _, count in slices) >= 1024 and name != "mixed with a long prompt":
         assert planned < 4 * found, f"{found / 2**20:.0f} MiB, {planned / 2**20:.0f} planned: the plan wastes memory"
 
 

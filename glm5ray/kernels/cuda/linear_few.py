@@ -121,6 +121,11 @@ def kernels_on(device: torch.device, arch: int) -> Kernels | None:
         return None
 
 
+def kernels_for(x: Tensor) -> Kernels | None:
+    """Those of x's device; ``None``, too, if that is no GPU."""
+    return kernels_on(x.device, capability(x)) if x.is_cuda else None
+
+
 def load(_: str) -> None:
     """Compiles the kernels for the current device, seconds the first time on a machine."""
     device = torch.device("cuda", torch.cuda.current_device())
@@ -131,7 +136,7 @@ def linear(x_TX: Tensor, weight_OX: Tensor | Nvfp4Weight) -> Tensor:
     """:class:`glm5ray.kernels.interface.Linear`"""
     if isinstance(weight_OX, torch.Tensor) and x_TX.dtype == weight_OX.dtype:
         shape = shape_for(x_TX, weight_OX)
-        kernels = kernels_on(x_TX.device, capability(x_TX)) if shape else None
+        kernels = kernels_for(x_TX) if shape else None
         if kernels is not None and shape is not None:
             return kernels.run(shape, x_TX, weight_OX)
     return triton_ops.linear(x_TX, weight_OX)
@@ -140,7 +145,7 @@ def linear(x_TX: Tensor, weight_OX: Tensor | Nvfp4Weight) -> Tensor:
 def route(x_TM: Tensor, gate_EM: Tensor, bias_E: Tensor, settings: RouterSettings) -> tuple[Tensor, Tensor]:
     """:class:`glm5ray.kernels.interface.Route`"""
     shape = shape_for(x_TM, gate_EM)
-    kernels = kernels_on(x_TM.device, capability(x_TM)) if shape else None
+    kernels = kernels_for(x_TM) if shape else None
     if kernels is None or shape is None:
         return triton_ops.route(x_TM, gate_EM, bias_E, settings)
     return choose(kernels.run(shape, x_TM, gate_EM)[None], bias_E, settings)
