@@ -14,7 +14,8 @@ from glm5ray.errors import ConfigError
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-PLACEMENT_TIMEOUT_S = 15.0
+PLACEMENT_TIMEOUT_S = 10.0
+"""With what stands before it, a command that finds no room says so within 15 seconds."""
 
 
 class Seat(NamedTuple):
