@@ -52,6 +52,17 @@ class ServedModel:
     defaults: SamplingParams = field(default_factory=SamplingParams)
     """For the fields that a body leaves out."""
 
+    def require(self, name: str) -> str:
+        """``name``, if the model is called so. Raises :class:`RequestError`, status 404."""
+        if name not in self.names:
+            raise RequestError(
+                f"the model {shown(name)} is not served here; served: {', '.join(self.names)}.",
+                param="model",
+                code="model_not_found",
+                status=404,
+            )
+        return name
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PreparedCall:
@@ -129,15 +140,7 @@ def parse_completion_body(values: Any, served: ServedModel, *, request_id: str) 
 
 def _model_name(body: Body, served: ServedModel) -> str:
     model = body.text("model")
-    if model is not None and model not in served.names:
-        names = ", ".join(served.names)
-        raise RequestError(
-            f"the model {shown(model)} is not served here; served: {names}.",
-            param="model",
-            code="model_not_found",
-            status=404,
-        )
-    return model if model is not None else served.names[0]
+    return served.names[0] if model is None else served.require(model)
 
 
 def _priority(body: Body) -> int:

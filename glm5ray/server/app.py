@@ -62,6 +62,7 @@ def create_app(
     app.get("/version")(server.version)
     app.get("/metrics")(server.metrics_page)
     app.get("/v1/models")(server.models)
+    app.get("/v1/models/{name:path}")(server.model)
     app.post("/v1/completions")(server.completions)
     app.post("/v1/chat/completions")(server.chat_completions)
     return app
@@ -146,17 +147,20 @@ class _Server:
 
     async def models(self, request: Request) -> Response:
         self._authorize(request)
-        entries = [
-            {
-                "id": name,
-                "object": "model",
-                "created": self._created,
-                "owned_by": "glm5ray",
-                "max_model_len": self._max_model_len,
-            }
-            for name in self._served.names
-        ]
-        return JSONResponse({"object": "list", "data": entries})
+        return JSONResponse({"object": "list", "data": [self._entry(name) for name in self._served.names]})
+
+    async def model(self, request: Request) -> Response:
+        self._authorize(request)
+        return JSONResponse(self._entry(self._served.require(request.path_params["name"])))
+
+    def _entry(self, name: str) -> dict[str, Any]:
+        return {
+            "id": name,
+            "object": "model",
+            "created": self._created,
+            "owned_by": "glm5ray",
+            "max_model_len": self._max_model_len,
+        }
 
     async def completions(self, request: Request) -> Response:
         return await self._answer(request, parse_completion_body, is_chat=False)

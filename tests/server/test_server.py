@@ -132,6 +132,11 @@ def test_errors_are_the_sdks_classes(nano_url: str) -> None:
 def test_health_models_metrics(nano_url: str) -> None:
     assert httpx.get(f"{nano_url}/health").json()["state"] == "ready"
     assert httpx.get(f"{nano_url}/v1/models").json()["data"][0]["id"] == "nano"
+    with openai.OpenAI(base_url=f"{nano_url}/v1", api_key="none", max_retries=0) as client:
+        for listed in client.models.list():
+            assert client.models.retrieve(listed.id) == listed
+        with pytest.raises(openai.NotFoundError, match="served: nano"):
+            client.models.retrieve("other/model")
     httpx.post(f"{nano_url}/v1/completions", json={"prompt": PROMPT, "max_tokens": 2})
     assert figures(nano_url)["vllm:generation_tokens_total"] >= 2
 
