@@ -113,6 +113,13 @@ PROVIDERS = (
     Provider("absorbed", "glm5ray.kernels.reference", devices=("cpu", "cuda"), ops=("mla_prompts",), captures=True),
     Provider("reference", "glm5ray.kernels.reference", devices=("cpu", "cuda"), nvfp4_ops=("linear", "experts")),
     Provider(
+        "cuda_mla",
+        "glm5ray.kernels.cuda.mla_decode",
+        devices=("cuda",),
+        ops=("mla_attention",),
+        captures=True,
+    ),
+    Provider(
         "triton_w4a4",
         "glm5ray.kernels.triton.experts_w4a4",
         devices=("cuda",),

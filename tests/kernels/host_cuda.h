@@ -33,6 +33,7 @@ typedef long long i64;
 
 struct uint4 { u32 x, y, z, w; };
 struct uint2 { u32 x, y; };
+struct float2 { float x, y; };
 struct Index { int x, y; };
 
 static Index threadIdx, blockIdx, gridDim, blockDim;
@@ -198,6 +199,9 @@ template <class T>
 inline T __shfl_up_sync(u32, T value, int by) { return exchange<T>(value, [by](int lane) { return lane - by; }); }
 
 template <class T>
+inline T __shfl_sync(u32, T value, int from) { return exchange<T>(value, [from](int) { return from; }); }
+
+template <class T>
 inline T __shfl_xor_sync(u32, T value, int by) { return exchange<T>(value, [by](int lane) { return lane ^ by; }); }
 
 inline u32 __match_any_sync(u32, int value) {
@@ -224,6 +228,11 @@ inline void copy16(u32 to, const char* from, i64) {
   block->now->issued.push_back(copy);
 }
 
+inline void copy16_or_zeros(u32 to, const void* from, int bytes) {
+  static const char zeros[16] = {};
+  copy16(to, bytes ? (const char*)from : zeros, 0);
+}
+
 inline void commit_copies() {
   block->now->groups.push_back(std::move(block->now->issued));
   block->now->issued.clear();
@@ -237,6 +246,8 @@ inline void wait_for_oldest() {
     groups.pop_front();
   }
 }
+
+inline void wait_for_copies() { wait_for_oldest<2>(); }
 
 template <class T>
 inline T read_as(const void* from) {
@@ -252,6 +263,29 @@ inline uint4 load_global16(const void* from) { return read_as<uint4>(from); }
 inline uint4 load_weights(const void* from, i64) { return read_as<uint4>(from); }
 inline uint4 load16(const void* from) { return read_as<uint4>(from); }
 inline uint2 load8(const void* from) { return read_as<uint2>(from); }
+
+inline float power_of_2(float v) { return exp2f(v); }
+inline float logarithm_to_2(float v) { return log2f(v); }
+
+// lane 8i + j has the address of row j of matrix i; lane 4g + t gets of each matrix row g, or column g, at 2t and 2t + 1
+inline void load_four(u32 from, u32 (&v)[4], bool transposed) {
+  struct Slot { u32 from; u32* v; } slot = {from, v};
+  meet(own_warp(), 32, &slot, [transposed](void** given) {
+    for (int lane = 0; lane < 32; lane++)
+      for (int i = 0; i < 4; i++) {
+        u16 both[2];
+        for (int k = 0; k < 2; k++) {
+          int row = transposed ? lane % 4 * 2 + k : lane / 4, column = transposed ? lane / 4 : lane % 4 * 2 + k;
+          u32 at = ((Slot*)given[8 * i + row])->from;
+          if (at % 16) abort();
+          both[k] = read_as<u16>(host_shared + at + 2 * column);
+        }
+        ((Slot*)given[lane])->v[i] = both[0] | (u32)both[1] << 16;
+      }
+  });
+}
+inline void load_matrices(u32 from, u32 (&v)[4]) { load_four(from, v, false); }
+inline void load_matrices_transposed(u32 from, u32 (&v)[4]) { load_four(from, v, true); }
 
 inline void wait_for_kernel_before() {
   if (kernel_before) kernel_before(), kernel_before = nullptr;

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -11,13 +12,16 @@ pytest.importorskip("triton")
 
 from glm5ray.kernels import reference
 from glm5ray.kernels.cuda import experts_nvfp4 as experts_module
-from glm5ray.kernels.cuda import linear_few
+from glm5ray.kernels.cuda import linear_few, mla_decode
 from glm5ray.kernels.cuda.compiler import CSRC
+from glm5ray.kernels.cuda.driver import address
 from glm5ray.kernels.cuda.experts_nvfp4 import Shape
 from glm5ray.kernels.nvfp4_fragments import pack_experts
+from glm5ray.kernels.triton import mla
 from tests.kernels import host_cuda
 from tests.kernels.host_cuda import HostKernels
 from tests.kernels.nvfp4_experts import make_nvfp4_experts
+from tests.kernels.shapes import Tensors, make_batch
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -117,3 +121,57 @@ def test_all_of_the_assembly_is_stood_in_for(tmp_path: Path) -> None:
             'extern "C" __global__ void kernel(int* out) { *out = strange(); }\n',
             tmp_path,
         )
+
+
+@pytest.fixture(scope="module")
+def host_mla(tmp_path_factory: pytest.TempPathFactory) -> HostKernels:
+    return HostKernels(mla_decode.source(), tmp_path_factory.mktemp("mla"))
+
+
+@pytest.mark.parametrize("parts", [1, 3])
+@pytest.mark.parametrize("index_topk", [1000, 96])
+def test_decode_attention(host_mla: HostKernels, index_topk: int, parts: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Contexts on both sides of a tile, one token alone, a padded row; slots that no token may see hold NaN."""
+    monkeypatch.setattr(mla_decode, "launch", host_mla.launch)
+    monkeypatch.setattr(mla_decode, "count_parts", lambda *_: parts)
+    joined = []
+    monkeypatch.setattr(mla_decode, "join_parts", lambda *tensors: joined.append(tensors))
+    batch, num_slots = make_batch(((0, 1), (62, 1), (63, 1), (64, 1), (150, 1)), 16)
+    batch = replace(batch, positions_T=torch.cat([batch.positions_T, torch.tensor([-1])]))
+    batch = replace(batch, slice_T=torch.cat([batch.slice_T, torch.tensor([0], dtype=torch.int32)]))
+    tokens, make = len(batch.positions_T), Tensors(torch.bfloat16)
+    rows = make.normal(num_slots, 576 + 8)[:, :576]
+    seen = [slots for _, slots in reference._tokens(replace(batch, num_tokens=(1,) * 5))]
+    unseen = torch.ones(num_slots, dtype=torch.bool).index_fill(0, torch.cat(seen), False)
+    rows[unseen] = torch.nan
+    selected = None
+    if index_topk == 96:
+        selected = torch.full((tokens, index_topk), -1, dtype=torch.int32)
+        for t, slots in enumerate(seen):
+            chosen = slots[torch.randperm(len(slots), generator=make.generator)][:index_topk]
+            selected[t, : len(chosen)] = chosen.int()
+    q = make.normal(tokens, 64, 576 + 8)[..., :576]
+    assert mla_decode.serves(q, rows, 512)
+    kernel: Any = object.__new__(mla_decode.Kernel)
+    kernel._kernel = "mla_decode"
+    found = kernel.run(mla.AttentionPlan(batch, index_topk), q, rows, selected, 576**-0.5)
+    if parts > 1:
+        ((partial, lse, out),) = joined
+        assert out is found
+        share = torch.exp2(lse - lse.amax(1, keepdim=True).clamp(min=-1e30))[..., None]
+        found = ((partial * share).sum(1) / share.sum(1).clamp(min=1e-30)).bfloat16()
+    for t, slots in enumerate(seen):
+        used = slots if selected is None else selected[t][selected[t] >= 0].long()
+        weights = (q[t].float() @ rows[used].float().T * 576**-0.5).softmax(-1)
+        expected = weights @ rows[used, :512].float()
+        torch.testing.assert_close(found[t].float(), expected, rtol=2**-6, atol=2e-2)
+    assert not found[-1].any(), "a padded row sees nothing"
+
+
+def test_sizes_of_attention_are_those_of_the_source(tmp_path: Path) -> None:
+    names = ("SHARED_BYTES", "HEADS", "LATENT", "ROPE", "POSITIONS", "THREADS")
+    lines = "".join(f"out[{i}] = {name};" for i, name in enumerate(names))
+    kernel = f'extern "C" __global__ void sizes(int* out) {{ {lines} }}'
+    found = torch.zeros(len(names), dtype=torch.int32)
+    HostKernels(f"{mla_decode.source()}\n{kernel}\n", tmp_path).launch("sizes", (1, 1), 1, [address(found)])
+    assert found.tolist() == [getattr(mla_decode, name) for name in names]

@@ -143,6 +143,20 @@ def test_unquantised_experts(size: str, tokens: int, dtype: torch.dtype) -> None
     assert torch.equal(_tuple(first)[0], _tuple(call())[0]), "the same call gave other bits"
 
 
+@pytest.mark.skipif(
+    torch.cuda.is_available() and torch.cuda.get_device_capability() != (9, 0), reason="it is for sm_90"
+)
+@pytest.mark.parametrize("context", [1, 63, *CONTEXTS])
+@pytest.mark.parametrize("tokens", [1, 10, 64, 300])
+@torch.inference_mode()
+def test_attention_in_cuda(tokens: int, context: int) -> None:
+    case, maker = make("real", "mla_attention", tokens, context, fp8_cache=False)
+    call = case.prepare(select_kernels({"mla_attention": "cuda_mla"}, "cuda", NVFP4))
+    first = _copied(call())
+    assert_same(case, first, case.prepare(table("reference"))(), maker)
+    assert torch.equal(_tuple(first)[0], call()), "the same call gave other bits"
+
+
 @pytest.mark.parametrize("context", CONTEXTS)
 @pytest.mark.parametrize("tokens", [1, 10, 64])
 @torch.inference_mode()

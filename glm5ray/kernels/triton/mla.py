@@ -309,7 +309,7 @@ class MlaAttention:
             num_stages=tile.num_stages,
         )
         if lse is not None:
-            _launch_join(partial, lse, o_THC)
+            join_parts(partial, lse, o_THC)
         return o_THC
 
 
@@ -324,7 +324,8 @@ def _blocks(latent_dim: int, key_dim: int) -> tuple[int, int]:
     return max(16, triton.next_power_of_2(latent_dim)), max(16, triton.next_power_of_2(key_dim))
 
 
-def _launch_join(partial_TBHC: Tensor, lse_TBH: Tensor, o_THC: Tensor) -> None:
+def join_parts(partial_TBHC: Tensor, lse_TBH: Tensor, o_THC: Tensor) -> None:
+    """Writes ``o_THC``, of fp32 results of parts and their log-sum-exps to base 2; -inf of a part that saw nothing."""
     tokens, num_heads, width = o_THC.shape
     parts = lse_TBH.shape[1]
     block = min(triton.next_power_of_2(width), 256)
