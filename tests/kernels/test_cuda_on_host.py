@@ -26,7 +26,7 @@ from tests.kernels.shapes import Tensors, make_batch
 if TYPE_CHECKING:
     from pathlib import Path
 
-pytestmark = pytest.mark.skipif(host_cuda.COMPILER is None, reason="no g++")
+pytestmark = pytest.mark.skipif(host_cuda.COMPILER is None, reason="no g++ on Linux")
 
 SHAPES = (Shape(1, 1, 4, 2, 2, 1), Shape(2, 1, 2, 3, 3, 2), Shape(4, 3, 2, 3, 2, 1), Shape(4, 5, 2, 4, 2, 1, 0))
 """Of each kind that the table has, with fewer warps."""
